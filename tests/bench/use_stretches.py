@@ -1,4 +1,4 @@
-"""How long the picture of who uses GPUs keeps the loop at one stretch, with a thousand processes.
+"""How long the use of GPUs keeps the loop at one stretch, with a thousand processes.
 
 Each process has ten contexts and twelve files of the driver open. Figures are CPU time of the thread: the
 longest of its kind in a run, and of some runs the shortest, so that other work on the machine counts little.
@@ -41,13 +41,13 @@ T = TypeVar("T")
 
 
 class _Machine:
-    """All that a probe would tell."""
+    """All events and readings of a probe."""
 
     def __init__(self) -> None:
         self.now_ns = _START_NS
         self.events: list[RmEvent] = []
         self.held: list[HeldFile] = []
-        self.looks: list[ProcessStatus] = []
+        self.statuses: list[ProcessStatus] = []
         for number in range(_PROCESSES):
             self._process(1_000 + number, number % len(_GPUS.by_minor))
 
@@ -55,7 +55,7 @@ class _Machine:
         files = [pid << 16 | place << 8 for place in range(_FILES)]
         devices = [CONTROL, *[NVIDIA_MAJOR << 20 | minor] * (_FILES - 1)]
         for file, device in zip(files, devices, strict=True):
-            self._tell(pid, RmEventKind.OPEN, file, device)
+            self._add_event(pid, RmEventKind.OPEN, file, device)
             self.held.append(HeldFile(pid, pid, file, device, 1, 7))
         client = 0xC1D00000 + pid
         self._alloc(pid, files[0], client, client, 0x41, 0)
@@ -64,7 +64,7 @@ class _Machine:
             self._alloc(pid, files[0], client, 2 + 2 * place, _GROUP, 1)
             self._alloc(pid, files[0], client, 3 + 2 * place, CONTEXT_SHARE.rm_class, 2 + 2 * place)
         pod = PodRef(PodUid(f"pod-{pid % _PODS}"), None, None)
-        self.looks.append(ProcessStatus(ProcessKey(pid, pid), "python3", "S", "/", pod))
+        self.statuses.append(ProcessStatus(ProcessKey(pid, pid), "python3", "S", "/", pod))
 
     def _alloc(
         self,
@@ -76,9 +76,9 @@ class _Machine:
         parent: int,
         detail: int = NO_INSTANCE,
     ) -> None:
-        self._tell(pid, RmEventKind.ALLOC, file, CONTROL, rm_class, client, parent, handle, detail)
+        self._add_event(pid, RmEventKind.ALLOC, file, CONTROL, rm_class, client, parent, handle, detail)
 
-    def _tell(self, pid: int, kind: RmEventKind, file: int, device: int, *what: int) -> None:
+    def _add_event(self, pid: int, kind: RmEventKind, file: int, device: int, *what: int) -> None:
         self.now_ns += 1_000
         object_of = what or (0,) * 5
         self.events.append(RmEvent(self.now_ns, 7, file, pid, pid, device, 3, kind, *object_of))
@@ -127,15 +127,15 @@ def _one_run(machine: _Machine) -> dict[str, float]:
     for at in range(0, len(machine.events), Ring.BATCH):
         run.timed("events", lambda at=at: tracker.handle_events(machine.events[at : at + Ring.BATCH]))  # type: ignore[misc]
     run.steps("first_scan", tracker.apply_scan_steps(held, now_ns + 1))
-    for at in range(0, len(machine.looks), READINGS_AT_ONCE):
-        some = machine.looks[at : at + READINGS_AT_ONCE]
-        run.timed("looks", lambda some=some: tracker.update_statuses(some, now_ns))  # type: ignore[misc]
+    for at in range(0, len(machine.statuses), READINGS_AT_ONCE):
+        some = machine.statuses[at : at + READINGS_AT_ONCE]
+        run.timed("statuses", lambda some=some: tracker.update_statuses(some, now_ns))  # type: ignore[misc]
     while run.timed("records", lambda: tracker.refresh(REFRESHED_AT_ONCE)):
         pass
-    run.timed("first_picture", lambda: tracker.usage_snapshot(now_ns))
+    run.timed("first_snapshot", lambda: tracker.usage_snapshot(now_ns))
     run.steps("scan", tracker.apply_scan_steps(held, now_ns + 2))
     tracker.handle_process_gone(ProcessKey(1_000, 1_000), now_ns)
-    usage = run.timed("picture", lambda: tracker.usage_snapshot(now_ns))
+    usage = run.timed("snapshot", lambda: tracker.usage_snapshot(now_ns))
     _findings(run, machine, usage)
     rows = live_rows(machine.rows(), {}, tracker.older_files)
     run.steps("rebuild", tracker.rebuild_steps(rows, now_ns + 3))

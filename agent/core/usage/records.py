@@ -53,7 +53,7 @@ class UseRecords:
         self._pending: set[Process] = set()
         self._uses: dict[Process, ProcessUse] = {}
         self._orphans_by_process: dict[Process, tuple[Orphan, ...]] = {}
-        self._orphan_groups: Final = OrphanGroups()
+        self.orphan_groups: Final = OrphanGroups()
         self._sums: dict[GpuUuid, _Sum] = {}
         self._processes: tuple[ProcessUse, ...] | None = ()
         self._order: list[Process] | None = []
@@ -114,10 +114,6 @@ class UseRecords:
             self._processes = tuple([self._uses[process] for process in self._order])
         return self._processes
 
-    def orphans(self) -> tuple[Orphan, ...]:
-        """Return the orphans, by pid of the owner, then GPU; a bounded number per holder."""
-        return self._orphan_groups.records()
-
     def totals(self) -> Iterator[GpuTotal]:
         """Yield the sum of each GPU, in order."""
         for gpu in sorted(self._sums):
@@ -154,10 +150,10 @@ class UseRecords:
         if before != left:
             for orphan in before:
                 self._add(orphan.gpu, -1, 0, -(orphan.contexts or 0))
-                self._orphan_groups.remove(orphan)
+                self.orphan_groups.remove(orphan)
             for orphan in left:
                 self._add(orphan.gpu, 1, 0, orphan.contexts or 0)
-                self._orphan_groups.add(orphan, self._holder_of(orphan))
+                self.orphan_groups.add(orphan, self._holder_of(orphan))
 
     def _holder_of(self, orphan: Orphan) -> Hashable:
         """Return the pod, or the cgroup of the host, that keeps an orphan alive."""

@@ -359,7 +359,7 @@ class Tracker:
         return Usage(
             at_ns=now_ns,
             processes=self._records.processes(),
-            orphans=self._records.orphans(),
+            orphans=self._records.orphan_groups.records(),
             totals=tuple(self._records.totals()),
             source=self._source,
             complete=not (why or short),
