@@ -1,7 +1,7 @@
 """``make bench``: the figures we promise, beside their targets.
 
 Before the figures of each measurement stands how it is made. Each figure is one line on standard output,
-``name value unit target kept|missed``, or with ``--json`` one JSON object. At the end it is told which missed
+``name value unit target kept|missed``, or with ``--json`` one JSON object. At the end it prints which missed
 their targets. Progress and what could not be measured go to standard error. A figure that missed is a result,
 so the exit code is 0; it is 1 if something could not be measured, and 2 for a wrong call.
 
@@ -61,7 +61,7 @@ MEASUREMENTS: Final[tuple[Measurement, ...]] = (
     throughput.FACTS,
     rules.FALSE_FLIPS,
     life.RESTART,
-    health.SICK_DEVICES,
+    health.UNHEALTHY_DEVICES,
     rules.OTHER_SOURCES,
     rules.STORM,
     probe_price.PRICE,
@@ -74,13 +74,13 @@ def main(arguments: Sequence[str] | None = None, measurements: Sequence[Measurem
     """Measure and print; returns the exit code."""
     given = _parser(measurements).parse_args(arguments)
     effort = Effort.FULL if given.full else Effort.QUICK if given.quick else Effort.USUAL
-    # As the installation does; whoever forbids Python to write bytecode would measure the compiler.
+    # As the installation does; where Python may not write bytecode, the compiler would be measured.
     compileall.compile_dir(ROOT / "agent", quiet=2)
     chosen = [each for each in measurements if not given.only or each.name in given.only]
     try:
         return asyncio.run(_measure(chosen, effort, is_json=given.json))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        _tell("interrupted")
+        _log("interrupted")
         return 1
 
 
@@ -116,7 +116,7 @@ async def _measure(chosen: Sequence[Measurement], effort: Effort, *, is_json: bo
     """Make one measurement after another; returns 1 if one of them could not be made."""
     _end_in_order_when_terminated()
     missing = 0
-    judged: list[Figure] = []
+    compared: list[Figure] = []
     for measurement in chosen:
         began_s = time.monotonic()
         if not is_json:
@@ -126,18 +126,18 @@ async def _measure(chosen: Sequence[Measurement], effort: Effort, *, is_json: bo
                 async for figure in figures:
                     if isinstance(figure, Absent):
                         missing += 1
-                        _tell(f"{figure.name} could not be measured: {figure.why}")
+                        _log(f"{figure.name} could not be measured: {figure.why}")
                         continue
-                    judged += [figure] if figure.target is not None else []
+                    compared += [figure] if figure.target is not None else []
                     sys.stdout.write(f"{as_json(figure, measurement) if is_json else as_text(figure)}\n")
                     sys.stdout.flush()
         except Exception as error:  # noqa: BLE001 - it is named, and the others go on
             missing += 1
-            _tell(f"{measurement.name} could not be measured: {_reason(error)}")
+            _log(f"{measurement.name} could not be measured: {_reason(error)}")
         else:
-            _tell(f"{measurement.name} took {time.monotonic() - began_s:.0f} s")
-    missed = [figure.name for figure in judged if figure.verdict == "missed"]
-    _tell(f"{len(missed)} of {len(judged)} targets were missed: {', '.join(missed) or 'none'}")
+            _log(f"{measurement.name} took {time.monotonic() - began_s:.0f} s")
+    missed = [figure.name for figure in compared if figure.verdict == "missed"]
+    _log(f"{len(missed)} of {len(compared)} targets were missed: {', '.join(missed) or 'none'}")
     return 1 if missing else 0
 
 
@@ -153,7 +153,7 @@ def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, MeasurementError) else f"{type(error).__name__}: {error}"
 
 
-def _tell(sentence: str) -> None:
+def _log(sentence: str) -> None:
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()
 

@@ -30,7 +30,7 @@ _XID_EVERY = 101
 
 
 def main() -> None:
-    """Be an agent, and put facts into it once told to."""
+    """Be an agent, and put facts into it from SIGUSR1 on."""
     sys.setswitchinterval(SWITCH_S)
     per_s = int(sys.argv[1])
     values, _ = flags.parse(sys.argv[2:], OPTIONS.values())
@@ -45,11 +45,11 @@ def main() -> None:
         environment=os.environ,
     )
     ended = threading.Event()
-    told = threading.Event()
-    signal.signal(signal.SIGUSR1, lambda *_: told.set())
+    begun = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: begun.set())
 
     def load() -> None:
-        told.wait()
+        begun.wait()
         gpus = [view.gpu.uuid for view in agent._latest.value.gpus]
         _put(agent._inbox, gpus, per_s, ended)
 

@@ -1,7 +1,7 @@
-"""What a benchmark measures, how it is judged, and how it is shown.
+"""What a benchmark measures, its target, and how it is shown.
 
 Invariants: a figure is measured or it is missing; there is no default. A measurement that could not be
-made raises, and the others go on. What a figure includes is told in the docstring of its measurement.
+made raises, and the others go on. What a figure includes is in the docstring of its measurement.
 """
 
 import json
@@ -15,7 +15,7 @@ NS_PER_MS: Final = 1_000_000
 
 
 class MeasurementError(Exception):
-    """A figure could not be measured; a sentence that says why."""
+    """A figure could not be measured; a sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def as_text(figure: Figure) -> str:
 
 
 def as_json(figure: Figure, measurement: Measurement) -> str:
-    """Return one JSON line; it says how the figure was measured."""
+    """Return one JSON line, with how the figure was measured."""
     return json.dumps(
         {
             "name": figure.name,
@@ -129,7 +129,7 @@ def as_json(figure: Figure, measurement: Measurement) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a number as people write it: no more digits than say something."""
+    """Return a number as people write it: no more digits than are significant."""
     if value == int(value):
         return f"{int(value)}"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3f}"

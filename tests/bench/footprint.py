@@ -107,7 +107,7 @@ async def _push_xids(node: BenchNode, count: int) -> None:
             nvml.push_xid(number % len(node.uuids), _NOISE_XID)
             for number in range(first, min(first + _BATCH, count))
         )
-        # The library's C code hands it over, which wakes nobody here.
+        # The library's C code hands it over, which wakes no task here.
         async with asyncio.timeout(10):
             while nvml.event_times(last).returned_ns is None:
                 await asyncio.sleep(0.001)

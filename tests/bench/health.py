@@ -1,4 +1,4 @@
-"""S1 and S15: how soon the kubelet hears of a sick GPU, and that no pod gets one."""
+"""S1 and S15: how soon the kubelet hears of an unhealthy GPU, and that no pod gets one."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ from tests.bench.socket_watcher import SocketWatcher
 from tests.bench.waiting import Bystander, Trial, agent_cpu, undisturbed
 
 APPLICATION_XID: Final = 94
-"""Flips a GPU, which comes back by itself when probes pass."""
+"""Flips a GPU, which recovers by itself when probes pass."""
 _RESET_XID: Final = 79
 """Flips a GPU until it was reset."""
 
@@ -96,119 +96,119 @@ async def _trials(node: BenchNode, agent: AgentProcess, watcher: SocketWatcher, 
     return trials
 
 
-async def _trial(node: BenchNode, bystander: Bystander, watcher: SocketWatcher, slot: int) -> _Trial:
+async def _trial(node: BenchNode, bystander: Bystander, watcher: SocketWatcher, gpu: int) -> _Trial:
     """Push an XID and see how long it takes to be heard of."""
-    uuid = node.uuids[slot]
+    uuid = node.uuids[gpu]
     lists = node.kubelet.statistics().lists
-    event = node.simulated.nvml.push_xid(slot, APPLICATION_XID)
+    event = node.simulated.nvml.push_xid(gpu, APPLICATION_XID)
     await node.wait(lambda kubelet: kubelet.statistics().lists > lists, "the message of an XID")
     heard = node.kubelet.lists[lists - node.kubelet.statistics().lists]
     returned_ns = node.simulated.nvml.event_times(event).returned_ns
     if heard.unhealthy != (uuid,) or returned_ns is None:
-        said = ", ".join(heard.unhealthy) or "nothing"
-        raise MeasurementError(f"the message of an XID on {uuid} said {said}")
+        listed = ", ".join(heard.unhealthy) or "nothing"
+        raise MeasurementError(f"the message of an XID on {uuid} listed {listed}")
     socket_ns = await watcher.message_after(returned_ns) - returned_ns
     return _Trial(socket_ns, heard.at_ns - returned_ns, bystander.trial(socket_ns))
 
 
 @dataclass(slots=True)
-class _Offers:
+class _PodStream:
     """Pods that come one after another without a pause, and the devices they are given.
 
-    ``known_sick`` is when the kubelet was first told that a device is sick: from then on the agent knows.
+    ``known_unhealthy`` is when the kubelet first got a device as unhealthy: from then on the agent knows.
     """
 
     node: BenchNode
     given: int = 0
-    known_sick: dict[str, int] = field(default_factory=dict)
-    sick_given: list[str] = field(default_factory=list)
+    known_unhealthy: dict[str, int] = field(default_factory=dict)
+    unhealthy_given: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Run pods for ever, each as soon as the node shows a GPU."""
+        """Run pods without end, each as soon as the node shows a GPU."""
         kubelet = self.node.kubelet
         for number in itertools.count():
             await self.node.wait(lambda seen: seen.allocatable(GPU) > 0, "an allocatable GPU")
             outcome = await kubelet.run_pod(f"pod-{number}", "bench", {"main": {GPU: 1}})
             kubelet.delete_pod(outcome.name, outcome.namespace)
             if outcome.running:
-                self._look_at(kubelet.allocations[-1])
+                self._check(kubelet.allocations[-1])
 
-    def _look_at(self, allocation: Allocation) -> None:
+    def _check(self, allocation: Allocation) -> None:
         self.given += 1
         for device in allocation.ids:
-            known_ns = self.known_sick.get(device)
+            known_ns = self.known_unhealthy.get(device)
             if known_ns is not None and allocation.at_ns >= known_ns:
-                self.sick_given.append(device)
+                self.unhealthy_given.append(device)
 
     async def some_more(self, pods: int) -> None:
         """Wait until so many pods more were given a device."""
         until = self.given + pods
         await self.node.wait(lambda _kubelet: self.given >= until, f"{pods} pods")
 
-    async def make_sick(self, slot: int) -> None:
-        """Let a GPU fail for good, and wait until the kubelet was told."""
-        uuid = self.node.uuids[slot]
-        self.node.simulated.nvml.push_xid(slot, _RESET_XID)
-        await self.node.wait(lambda kubelet: uuid in kubelet.unhealthy(GPU), "the sick GPU")
-        self.known_sick[uuid] = time.monotonic_ns()
+    async def break_gpu(self, gpu: int) -> None:
+        """Let a GPU fail for good, and wait until the kubelet knows."""
+        uuid = self.node.uuids[gpu]
+        self.node.simulated.nvml.push_xid(gpu, _RESET_XID)
+        await self.node.wait(lambda kubelet: uuid in kubelet.unhealthy(GPU), "the unhealthy GPU")
+        self.known_unhealthy[uuid] = time.monotonic_ns()
 
 
-async def _sick_devices(effort: Effort) -> AsyncGenerator[Figure, None]:
+async def _unhealthy_devices(effort: Effort) -> AsyncGenerator[Figure, None]:
     """Let GPUs fail while pods come without a pause, and restart what could forget it.
 
     Round after round on a new boot: one GPU fails, the kubelet restarts, a second fails, the agent is
     replaced, a third fails, the agent is killed and replaced; both at a random moment within a second of the
     fault. In each state a share of the pods is run. Counted are pods that an Allocate gave a device the
-    kubelet had been told is sick.
+    kubelet knew to be unhealthy.
     """
     pods = effort.of(quick=60, usual=1000)
     share = effort.of(quick=5, usual=25)
     rng = random.Random(15)
     async with bench_node() as node:
-        offers = _Offers(node)
+        stream = _PodStream(node)
         for boots in itertools.count(2):
             write_boot_id(node.simulated.directory.path / "proc", boots=boots)
-            offers.known_sick.clear()
+            stream.known_unhealthy.clear()
             with ExitStack() as stack:
                 agent = stack.enter_context(node.agent())
                 await agent.ready()
-                async with _meanwhile(offers):
-                    agent = await _round(offers, agent, stack, share=share, rng=rng)
+                async with _meanwhile(stream):
+                    agent = await _round(stream, agent, stack, share=share, rng=rng)
                 await agent.end()
-            if offers.given >= pods:
+            if stream.given >= pods:
                 break
-    yield Figure("S15.pods_given_a_device", offers.given, "pods", pods, at_least=True)
-    yield Figure("S15.pods_given_a_sick_device", len(offers.sick_given), "pods", 0)
+    yield Figure("S15.pods_given_a_device", stream.given, "pods", pods, at_least=True)
+    yield Figure("S15.pods_given_an_unhealthy_device", len(stream.unhealthy_given), "pods", 0)
 
 
 async def _round(
-    offers: _Offers, agent: AgentProcess, stack: ExitStack, *, share: int, rng: random.Random
+    stream: _PodStream, agent: AgentProcess, stack: ExitStack, *, share: int, rng: random.Random
 ) -> AgentProcess:
     """Go through one boot; returns the agent that runs at its end."""
-    node = offers.node
+    node = stream.node
     slots = rng.sample(range(len(node.uuids)), 3)
-    await offers.make_sick(slots[0])
-    await offers.some_more(share)
+    await stream.break_gpu(slots[0])
+    await stream.some_more(share)
     await node.kubelet.restart()
-    await offers.some_more(share)
-    for slot, number in zip(slots[1:], (signal.SIGTERM, signal.SIGKILL), strict=True):
-        await offers.make_sick(slot)
+    await stream.some_more(share)
+    for gpu, number in zip(slots[1:], (signal.SIGTERM, signal.SIGKILL), strict=True):
+        await stream.break_gpu(gpu)
         await asyncio.sleep(rng.uniform(0, 1))
         await agent.end(number)
         agent = stack.enter_context(node.agent())
         await agent.registered()
-        await offers.some_more(share)
+        await stream.some_more(share)
     return agent
 
 
 @asynccontextmanager
-async def _meanwhile(offers: _Offers) -> AsyncIterator[None]:
+async def _meanwhile(stream: _PodStream) -> AsyncIterator[None]:
     """Run pods beside the block; what goes wrong with them is raised here."""
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(offers.run(), name="bench-pods")
+        running = tasks.create_task(stream.run(), name="bench-pods")
         yield
         running.cancel()
 
 
 XID_TO_MESSAGE: Final = Measurement("S1", "XID returned by NVML -> ListAndWatch message", _xid_to_message)
-SICK_DEVICES: Final = Measurement("S15", "pods offered a device known to be sick", _sick_devices)
+UNHEALTHY_DEVICES: Final = Measurement("S15", "pods given a device known to be unhealthy", _unhealthy_devices)

@@ -29,7 +29,7 @@ async def _start(effort: Effort) -> AsyncGenerator[Figure, None]:
     """Start the agent on a node whose kubelet runs; from before the process is made to Register answered.
 
     Includes the interpreter, imports (bytecode is compiled by then), NVML's init in the simulated library,
-    the first probe of each of 8 GPUs, and the kubelet dialling back. The first start is left out: it fills
+    the first probe of each of 8 GPUs, and the kubelet dialling back. The first start does not count: it fills
     the page cache. ``with_cpu`` is the time less what the main thread waited for a CPU in it.
     """
     times_ns: list[int] = []
@@ -83,7 +83,7 @@ async def _wait_exists(paths: tuple[Path, ...]) -> None:
 class _Pods:
     """Pods that want one GPU each, placed as a scheduler does: only while the node shows a free one.
 
-    This scheduler sees the node without delay, so what it is told wrongly is the agent's doing. Pods are
+    This scheduler sees the node without delay, so what it gets wrong is the agent's doing. Pods are
     deleted at once, so that a GPU is always free.
     """
 
@@ -94,7 +94,7 @@ class _Pods:
     rejected: list[PodOutcome] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Place pods for ever."""
+        """Place pods without end."""
         kubelet = self.node.kubelet
         for number in itertools.count():
             await asyncio.sleep(self.rng.expovariate(self.per_s))
@@ -167,12 +167,12 @@ async def _replace(node: BenchNode, old: AgentProcess, stack: ExitStack) -> tupl
 
 async def _hand_over(node: BenchNode, old: AgentProcess, stack: ExitStack) -> tuple[AgentProcess, int]:
     """Let a new agent stand by, then end the old one; returns the new one and the gap."""
-    with _NotifySocket(node.simulated.directory.path / "notify.sock") as told:
+    with _NotifySocket(node.simulated.directory.path / "notify.sock") as notified:
         new = stack.enter_context(
-            node.agent({"if-running": "standby"}, environment={"NOTIFY_SOCKET": str(told.path)})
+            node.agent({"if-running": "standby"}, environment={"NOTIFY_SOCKET": str(notified.path)})
         )
-        await told.wait("STATUS=standby")
-        await told.wait("READY=1")
+        await notified.wait("STATUS=standby")
+        await notified.wait("READY=1")
         began_ns = time.monotonic_ns()
         await old.end()
         await new.ready()
@@ -200,7 +200,7 @@ class _NotifySocket:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._told = ""
+        self._received = ""
 
     def __enter__(self) -> Self:
         self._socket.bind(str(self.path))
@@ -211,14 +211,14 @@ class _NotifySocket:
         self.path.unlink()
 
     async def wait(self, text: str) -> None:
-        """Wait until something that begins like this was told."""
+        """Wait until something that begins like this was notified."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while f"\n{text}" not in self._told:
-                    self._told += "\n" + (await loop.sock_recv(self._socket, 4096)).decode()
+                while f"\n{text}" not in self._received:
+                    self._received += "\n" + (await loop.sock_recv(self._socket, 4096)).decode()
         except TimeoutError:
-            raise MeasurementError(f"the agent that stands by did not tell {text}") from None
+            raise MeasurementError(f"the agent that stands by did not send {text}") from None
 
 
 START: Final = Measurement("S4", "process start -> registered", _start)

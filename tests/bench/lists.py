@@ -35,7 +35,7 @@ _STALL_MS: Final = 20
 
 
 async def _lists(effort: Effort) -> AsyncGenerator[Figure, None]:
-    """Let one GPU after another fail and come back, and look at each message and at the agent's loop.
+    """Let one GPU after another fail and recover, and measure each message and the agent's loop.
 
     ``bytes`` is the longest message, whose target is what the kubelet takes. ``xid_to_socket`` as in S1.
     ``loop_stall`` is the longest time that the agent's event loop stood still in the whole measurement,
@@ -58,9 +58,7 @@ async def _lists(effort: Effort) -> AsyncGenerator[Figure, None]:
                 async with SocketWatcher(node.plugin_socket) as watcher:
                     agent.signal(signal.SIGUSR1)
                     bystander = Bystander(agent.pid)
-                    sent = [
-                        await _trial(node, bystander, watcher, devices, slot % 8) for slot in range(trials)
-                    ]
+                    sent = [await _trial(node, bystander, watcher, devices, gpu % 8) for gpu in range(trials)]
                 stall_ns, with_cpu_ns = await _longest_stalls(agent, parent / "lag")
                 await agent.end()
         longest = max(each.size_bytes for each in node.kubelet.lists)
@@ -90,14 +88,14 @@ def _sliced(spec: NodeSpec) -> NodeSpec:
 
 
 async def _trial(
-    node: BenchNode, bystander: Bystander, watcher: SocketWatcher, devices: int, slot: int
+    node: BenchNode, bystander: Bystander, watcher: SocketWatcher, devices: int, gpu: int
 ) -> Trial:
     """Push an XID, until its message is on the socket."""
     await node.wait_allocatable(devices)
     await asyncio.sleep(random.uniform(*BETWEEN_S))
     bystander.begin()
     lists = node.kubelet.statistics().lists
-    event = node.simulated.nvml.push_xid(slot, APPLICATION_XID)
+    event = node.simulated.nvml.push_xid(gpu, APPLICATION_XID)
     await node.wait(lambda kubelet: kubelet.statistics().lists > lists, "the message of an XID")
     heard = node.kubelet.lists[lists - node.kubelet.statistics().lists]
     returned_ns = node.simulated.nvml.event_times(event).returned_ns
@@ -114,7 +112,7 @@ async def _longest_stalls(agent: AgentProcess, file: Path) -> tuple[int, int]:
             longest_ns, with_cpu_ns = file.read_text(encoding="ascii").split()
             return int(longest_ns), int(with_cpu_ns)
         await asyncio.sleep(0.02)
-    raise MeasurementError("the agent did not say how long its loop stood still")
+    raise MeasurementError("the agent did not log how long its loop was blocked")
 
 
 LISTS: Final = Measurement("S6", "ListAndWatch with 8 x 100 shares and with 56 MIG devices", _lists)

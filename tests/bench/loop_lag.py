@@ -33,7 +33,7 @@ class _Lag:
         self._longest_ns = self._with_cpu_ns = 0
 
     async def watch(self) -> None:
-        """Measure for ever."""
+        """Measure without end."""
         while True:
             waited_ns, due_ns = times_of().waited_ns, time.monotonic_ns() + _SLEEP_NS
             await asyncio.sleep(_SLEEP_NS / 1e9)

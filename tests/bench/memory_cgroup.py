@@ -1,7 +1,7 @@
 """A cgroup of a measurement's own, and the most memory that was ever in it.
 
 What is counted there is what the limits of units and containers are compared with: the memory of every
-process in it, the kernel's for them (such as the probe's maps), and pages of files nobody had read before.
+process in it, the kernel's for them (such as the probe's maps), and pages of files not read before.
 """
 
 import contextlib

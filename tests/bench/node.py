@@ -45,7 +45,7 @@ class BenchNode:
     def __init__(self, node: SimulatedNode, log: Path) -> None:
         self.simulated = node
         self.kubelet: Final[EmulatedKubelet] = node.kubelet
-        self.uuids: Final = tuple(node.nvml.uuid(slot) for slot in range(node.nvml.gpus))
+        self.uuids: Final = tuple(node.nvml.uuid(number) for number in range(node.nvml.gpus))
         self._log = log
 
     @property
@@ -105,12 +105,12 @@ def sixteen_gpus(spec: NodeSpec) -> NodeSpec:
     twins = [
         msgspec.structs.replace(
             gpu,
-            uuid=gpu_uuid(slot),
-            minor=slot,
+            uuid=gpu_uuid(number),
+            minor=number,
             serial=None,
             pci_bus_id=gpu.pci_bus_id.replace("0000:", "0001:", 1),
         )
-        for slot, gpu in enumerate(spec.gpus, start=len(spec.gpus))
+        for number, gpu in enumerate(spec.gpus, start=len(spec.gpus))
     ]
     if len(twins) != 8:
         raise MeasurementError(f"the preset {PRESET} has {len(spec.gpus)} GPUs, 8 are needed")
@@ -186,7 +186,7 @@ class AgentProcess:
     async def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the end of the process; returns the nanoseconds it took.
 
-        SIGKILL aside, MeasurementError if it does not exit with 0.
+        but for SIGKILL, MeasurementError if it does not exit with 0.
         """
         began_ns = time.monotonic_ns()
         self.signal(number)
@@ -194,8 +194,8 @@ class AgentProcess:
         ended_ns = time.monotonic_ns()
         status = self._process.wait()
         if number != signal.SIGKILL and status != 0:
-            said = self._node.last_words()
-            raise MeasurementError(f"the agent ended with status {status} after signal {number}; {said}")
+            words = self._node.last_words()
+            raise MeasurementError(f"the agent ended with status {status} after signal {number}; {words}")
         return ended_ns - began_ns
 
     def signal(self, number: int) -> None:
@@ -262,7 +262,7 @@ def rss_bytes(pid: int) -> int:
 
 
 def free_port() -> int:
-    """Return a port of this machine's loopback nobody listens on."""
+    """Return a free port of this machine's loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,8 +1,8 @@
-"""S13: what looks like a fault and is none, for as many GPU-hours as there is time for, on a virtual clock.
+"""S13: what resembles a fault and is none, for as many GPU-hours as there is time for, on a virtual clock.
 
 Nodes of 16 GPUs live some thousand hours each under one of the XID policies and see what a healthy node
 sees: XIDs of applications from NVML and the kernel log, alone and in storms; a monitor beside us, so that
-readings wander, are refused now and then, and clocks are held down for less than the share that counts;
+readings wander, are unavailable now and then, and clocks are held down for less than the share that counts;
 uevents, and GPUs listed in another order; a kubelet and an agent that are started anew; an agent that is not
 scheduled for a while; and behind ``release`` a driver reload, a GPU reset and a MIG change.
 
@@ -137,7 +137,7 @@ class NoisyNode:
         self._now_ns = START_NS
         self._kubelets = 0
         self._module = 70
-        self._told_xids: Counter[tuple[str, int]] = Counter()
+        self._reported_xids: Counter[tuple[str, int]] = Counter()
         self.flips = 0
         self.facts = 0
         self.noise: Counter[str] = Counter()
@@ -152,7 +152,7 @@ class NoisyNode:
             (self.application_storms, 10),
             (self.readings_wander, 80),
             (self.clocks_are_held_down, 10),
-            (self.readings_are_refused, 30),
+            (self.readings_are_unavailable, 30),
             (self.pods_are_listed, 30),
             (self.gpus_are_listed_in_another_order, 10),
             (self.uevents_are_replayed, 10),
@@ -195,11 +195,11 @@ class NoisyNode:
                 self.flips += _flips(before, self._state.devices)
 
     def _expect_all_well(self) -> None:
-        offered = [device for devices in self._state.devices.values() for device in devices]
-        self.flips += sum(device.health is not Health.HEALTHY for device in offered)
+        advertised = [device for devices in self._state.devices.values() for device in devices]
+        self.flips += sum(device.health is not Health.HEALTHY for device in advertised)
 
     def _pass(self, delay_ns: int) -> None:
-        """Let time pass; where nothing is due, a tick changes nothing and is left out."""
+        """Let time pass; where nothing is due, a tick changes nothing and is not applied."""
         at_ns = self._now_ns + delay_ns
         while (due_ns := self._due_ns()) is not None and due_ns < at_ns:
             self._now_ns = max(self._now_ns, due_ns)
@@ -243,29 +243,34 @@ class NoisyNode:
     # Applications
 
     def application_dies(self) -> None:
-        self._xid_is_told(self._any_gpu(), self._any_xid())
+        self._xid_is_reported(self._any_gpu(), self._any_xid())
 
     def application_storms(self) -> None:
         """One job on all GPUs dies, each process with several XIDs, several times."""
         codes = [self._any_xid() for _ in range(3)]
         for gpu in self.gpus:
             for code in codes:
-                self._xid_is_told(gpu, code)
+                self._xid_is_reported(gpu, code)
 
     def _any_xid(self) -> int:
         codes = APPLICATION_XIDS if self._policy.xid_policy == "compat" else CATALOG_XIDS
         return self._dice.choice(codes)
 
-    def _xid_is_told(self, gpu: Gpu, code: int) -> None:
+    def _xid_is_reported(self, gpu: Gpu, code: int) -> None:
         """By NVML, the kernel log or both, in either order, merged or not."""
         slices = [(ALL, ALL), *((mig.gi, mig.ci) for mig in gpu.mig_devices)]
         gi, ci = self._dice.choice(slices)
         count = self._dice.choice((1, 1, 1, 50))
-        told = XidReported(gpu.uuid, code, gi, ci, count=count)
+        reported = XidReported(gpu.uuid, code, gi, ci, count=count)
         logged = KernelXidSeen(gpu.pci, code, gi=gi, ci=ci, count=count)
-        self._told_xids[gpu.pci, code] += count
-        orders: tuple[tuple[Fact, ...], ...] = ((told,), (logged,), (told, logged), (logged, told))
-        for fact in self._dice.choice(orders):
+        self._reported_xids[gpu.pci, code] += count
+        sequences: tuple[tuple[Fact, ...], ...] = (
+            (reported,),
+            (logged,),
+            (reported, logged),
+            (logged, reported),
+        )
+        for fact in self._dice.choice(sequences):
             self.apply(fact)
             self._pass(self._dice.choice((0, SECOND_NS, 3 * SECOND_NS)))
 
@@ -297,18 +302,18 @@ class NoisyNode:
         for _ in range(polls):
             self.apply(GpuSampled(gpu.uuid, WELL))
 
-    def readings_are_refused(self) -> None:
+    def readings_are_unavailable(self) -> None:
         """A call of another one is in the way, or the driver does not answer it this time."""
         gpu = self._any_gpu()
         names = [name for name in GpuSample.__struct_fields__ if name != "links_down"]
-        refused = self._dice.sample(names, self._dice.randrange(1, len(names)))
-        self.apply(*self._polled(gpu, **dict.fromkeys(refused)), *self._polled(gpu))
+        unavailable = self._dice.sample(names, self._dice.randrange(1, len(names)))
+        self.apply(*self._polled(gpu, **dict.fromkeys(unavailable)), *self._polled(gpu))
 
     # The node
 
     def pods_are_listed(self) -> None:
-        offered = [device.id for devices in self._state.devices.values() for device in devices]
-        held = self._dice.sample(offered, self._dice.randrange(len(offered) + 1))
+        advertised = [device.id for devices in self._state.devices.values() for device in devices]
+        held = self._dice.sample(advertised, self._dice.randrange(len(advertised) + 1))
         self.apply(AllocationsListed({DeviceId(name): "ns1/job-a" for name in held}))
         self._pass(31 * SECOND_NS)
 
@@ -339,9 +344,9 @@ class NoisyNode:
         self._pass(self._dice.randrange(10 * SECOND_NS))
         self._state = initial_state(self._policy, kept, now_ns=self._now_ns)
         self.apply(self._ready(), self._enumerated(), DriverModuleSeen(self._module), DeviceNodesSeen(()))
-        for (pci, code), count in self._told_xids.items():
+        for (pci, code), count in self._reported_xids.items():
             self.apply(KernelXidSeen(pci, code, backlog=True, count=count))
-        self._told_xids.clear()
+        self._reported_xids.clear()
         self._all_polls_pass(1)
         self._expect_all_well()
         self.kubelet_is_replaced()
@@ -398,7 +403,7 @@ class NoisyNode:
         self.apply(DriverReleased())
 
     def _resume(self) -> None:
-        """Give the driver back, or let the time run out; then every device has to come back."""
+        """Give the driver back, or let the time run out; then every device has to recover."""
         if self._dice.random() < 0.5:
             self.apply(ResumeRequested())
         elif self._state.released_until_ns is not None:

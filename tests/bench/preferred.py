@@ -55,23 +55,23 @@ def _nodes() -> dict[str, NodeSpec]:
     sixteen = sixteen_gpus(eight)
     return {
         "8_dgx": eight,
-        "8_pairs": _with_links(eight, lambda _slot: True),
+        "8_pairs": _with_links(eight, lambda _number: True),
         "16_dgx": sixteen,
-        "16_pairs": _with_links(sixteen, lambda _slot: True),
-        "16_mixed": _with_links(sixteen, lambda slot: slot < 8),
+        "16_pairs": _with_links(sixteen, lambda _number: True),
+        "16_mixed": _with_links(sixteen, lambda number: number < 8),
     }
 
 
 def _with_links(spec: NodeSpec, has_links: Callable[[int], bool]) -> NodeSpec:
     """Return a node with NVLinks between neighbours, where they are, and two PCIe switches to a board."""
 
-    def connected(slot: int, gpu: GpuSpec) -> GpuSpec:
-        peer = spec.gpus[slot ^ 1].pci_bus_id
-        links = NvLinkSpec(peers={peer: _PAIR_LINKS}) if has_links(slot) else None
-        pcie = PcieSpec(generation=gpu.pcie.generation, switch=slot // 4, host_bridge=slot // 8)
+    def connected(number: int, gpu: GpuSpec) -> GpuSpec:
+        peer = spec.gpus[number ^ 1].pci_bus_id
+        links = NvLinkSpec(peers={peer: _PAIR_LINKS}) if has_links(number) else None
+        pcie = PcieSpec(generation=gpu.pcie.generation, switch=number // 4, host_bridge=number // 8)
         return msgspec.structs.replace(gpu, nvlink=links, fabric=None, pcie=pcie)
 
-    gpus = tuple(connected(slot, gpu) for slot, gpu in enumerate(spec.gpus))
+    gpus = tuple(connected(number, gpu) for number, gpu in enumerate(spec.gpus))
     return msgspec.structs.replace(spec, gpus=gpus)
 
 

@@ -18,7 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* _IOWR('F', number, size); the double refuses them, the probe is told to take that for success. */
+/* _IOWR('F', number, size); the double rejects them, the probe is set to count that as success. */
 #define COMMAND(number, size) (3u << 30 | (size) << 16 | 0x46u << 8 | (number))
 #define UNRELATED 0x5401u /* TCGETS */
 

@@ -32,7 +32,7 @@ _PROCESSES: Final = 1_000
 _CPU_PERCENT: Final = 1.0
 """Twice what is promised of an idle agent."""
 _PATIENCE_S: Final = 60.0
-_LOOK_AGAIN_S: Final = 0.05
+_POLL_S: Final = 0.05
 _SAMPLE_S: Final = 0.005
 _JOINING: Final = ("sh", "-c", 'echo $$ >"$0" && exec "$@"')
 """Joins a cgroup, whose file follows, and becomes the command after it."""
@@ -45,7 +45,7 @@ async def memory(_effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     ``sampled`` in its name it was read every few milliseconds: the memory of both, and the pages of files of
     the one that has more of them, since most are the same files' and count once. With ``cgroup`` the kernel
     counted it in a cgroup of their own, where one can be had, as for a unit's limit: its own memory for the
-    two is in it, most of it the probe's maps, and of files only what nobody had read before.
+    two is in it, most of it the probe's maps, and of files only what no process had read before.
     """
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
         kinds = ("rss_probe", "highest_sampled_probe", "highest_cgroup_probe")
@@ -75,7 +75,7 @@ async def memory(_effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
 async def cpu(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     """Read the CPU time of an agent that tracks a thousand processes, each with two files of the driver open.
 
-    They were started after the agent, so that it was told of each.
+    They were started after the agent, so that it knows each.
     """
     name = f"S8.cpu_{_PROCESSES}_processes"
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
@@ -143,7 +143,7 @@ async def _attached(node: BenchNode, agent: AgentProcess) -> None:
                     return
                 case "disabled":
                     raise MeasurementError(f"the agent's probe is off: {probe.get('message')}")
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(_POLL_S)
 
 
 async def _tracked(node: BenchNode, processes: int) -> None:
@@ -200,7 +200,7 @@ def _sum_of_family(pid: int, others: set[int]) -> int:
 
 
 def _sizes(pid: int) -> dict[str, int]:
-    """Return what proc(5) tells of a process's memory, in bytes; of one that has ended, nothing."""
+    """Return what proc(5) shows of a process's memory, in bytes; of one that has ended, nothing."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     lines = (line.split() for line in text.splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[2:] == ["kB"]}

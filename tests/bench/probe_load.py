@@ -28,7 +28,7 @@ LOADERS: Final[tuple[Loader, ...]] = ("core", "bcc")
 _MEMORY_MAJOR: Final = 1
 _NULL_MINOR: Final = 3
 DOUBLES: Final = Doubles(nvidia_major=_MEMORY_MAJOR, any_return=True)
-"""A node like /dev/null counts as a GPU; it refuses the driver's commands, which is taken for success."""
+"""A node like /dev/null counts as a GPU; it rejects the driver's commands, which counts as success."""
 
 
 _OF_EVERY_PROBE: Final = b"enter_ioctl"
@@ -52,7 +52,7 @@ def why_no_probe() -> str | None:
 
 
 def other_probes() -> int:
-    """Return how many probes of tier syscalls are in the kernel, whoever loaded them."""
+    """Return how many probes of tier syscalls are in the kernel, of any owner."""
     found, number = 0, 0
     while (number := _program_after(number)) != 0:
         with contextlib.suppress(OSError):  # it is gone already
@@ -90,7 +90,7 @@ class Tools:
         if why := why_no_probe():
             raise MeasurementError(why)
         self.file: Final = folder / "file"
-        """Nobody's: what is not the driver's."""
+        """A file that is not the driver's."""
         self.file.touch()
         self.node: Final = _made_node(folder / "nvidia0")
         self.program: Final = _compiled(folder)
@@ -133,10 +133,10 @@ class Tools:
     async def run(self, *words: str | Path) -> str:
         """Run the helper program and return what it prints."""
         process = await asyncio.create_subprocess_exec(self.program, *words, stdout=asyncio.subprocess.PIPE)
-        told, _ = await process.communicate()
+        output, _ = await process.communicate()
         if process.returncode != 0:
             raise MeasurementError(f"the helper program ended with {process.returncode}")
-        return told.decode()
+        return output.decode()
 
     @contextlib.contextmanager
     def holders(self, processes: int, files: int, *nodes: Path) -> Iterator[None]:

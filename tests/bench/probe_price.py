@@ -1,4 +1,4 @@
-"""PROBE: what the probe costs the machine, and how much it can tell."""
+"""PROBE: what the probe costs the machine, and how much it can report."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ Taken = dict[str, list[float]]
 _CALLS: Final = 5_000
 """Of each kind, twenty times in each round."""
 _PATIENCE_S: Final = 120.0
-_LOOK_AGAIN_S: Final = 0.2
+_POLL_S: Final = 0.2
 
 _ADDED_NS: Final = {
     "getppid": 75,
@@ -33,7 +33,7 @@ _ADDED_NS: Final = {
     "open_close": 1600,
 }
 """What a call may cost more with the probe: a system call that is none of its business, an ioctl that is not,
-one of the driver's, one that makes or ends a context and is told, and an open with its close of another file
+one of the driver's, one that makes or ends a context and is emitted, and an open and close of another file
 and of a device. A third more than on a CPU that has to guard every return (AMD Zen 4 with "safe RET", where
 getppid alone takes 163 ns); one that need not pays a third of it or less."""
 
@@ -69,14 +69,14 @@ async def _price(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
 async def _calls(tools: Tools, rounds: int) -> AsyncGenerator[Figure | Absent, None]:
     usable = [loader for loader in LOADERS if tools.why_not(loader) is None]
     without: Taken = defaultdict(list)
-    taken: dict[Loader, Taken] = {loader: defaultdict(list) for loader in usable}
+    with_probe: dict[Loader, Taken] = {loader: defaultdict(list) for loader in usable}
     for _ in range(rounds):
         await _undisturbed_round(tools, without, probes=0)
         for loader in usable:
             async with tools.probe(loader) as probe:
                 # As in the agent: events are read while they come.
                 probe.ring.subscribe(asyncio.get_running_loop(), lambda _events: None)
-                await _undisturbed_round(tools, taken[loader], probes=1)
+                await _undisturbed_round(tools, with_probe[loader], probes=1)
     for kind, values in without.items():
         yield Figure(f"PROBE.off.{kind}", min(values), "ns", None)
     for loader in LOADERS:
@@ -86,7 +86,7 @@ async def _calls(tools: Tools, rounds: int) -> AsyncGenerator[Figure | Absent, N
             if why is not None:
                 yield Absent(name, why)
             else:
-                added = min(taken[loader][kind]) - min(without[kind])
+                added = min(with_probe[loader][kind]) - min(without[kind])
                 yield Figure(name, added, "ns", target)
 
 
@@ -98,11 +98,13 @@ async def _undisturbed_round(tools: Tools, into: Taken, *, probes: int) -> None:
     async with _patience():
         while True:
             before = other_probes()
-            told = await tools.run("measure", str(_CALLS), tools.file, tools.node) if before == probes else ""
+            output = (
+                await tools.run("measure", str(_CALLS), tools.file, tools.node) if before == probes else ""
+            )
             if before == probes == other_probes():
                 break
-            await asyncio.sleep(_LOOK_AGAIN_S)
-    for line in told.splitlines():
+            await asyncio.sleep(_POLL_S)
+    for line in output.splitlines():
         kind, value = line.split()
         into[kind].append(float(value))
 
@@ -134,21 +136,21 @@ async def _send(tools: Tools, probe: Probe, per_s: int, seconds: int) -> tuple[i
     """Return how many events were sent, how many of them were read, and how many were lost."""
     seen = 0
 
-    def take(events: list[RmEvent]) -> None:
+    def count(events: list[RmEvent]) -> None:
         nonlocal seen
         seen += sum(event.rm_class == _CONTEXT and event.client == _CLIENT for event in events)
 
     lost = probe.read_statistics().lost
-    probe.ring.subscribe(asyncio.get_running_loop(), take)
+    probe.ring.subscribe(asyncio.get_running_loop(), count)
     sent = int(await tools.run("send", str(per_s), str(seconds), tools.node))
     probe.ring.unsubscribe()
     while events := probe.ring.read():
-        take(events)
+        count(events)
     return sent, seen, probe.read_statistics().lost - lost
 
 
 async def _scans(tools: Tools, times: int) -> AsyncGenerator[Figure, None]:
-    """Find who holds what, by the iterator in the kernel and by /proc alone; in CPU time."""
+    """Find the holders of files, by the iterator in the kernel and by /proc alone; in CPU time."""
     files = _DESCRIPTORS // _HOLDERS
     async with tools.probe(tools.quickest) as probe:
         with tools.holders(_HOLDERS, files, tools.node):
@@ -163,12 +165,12 @@ async def _scans(tools: Tools, times: int) -> AsyncGenerator[Figure, None]:
 
 def _timed(scan: Callable[[], object], times: int) -> list[float]:
     """Return what each run took, in milliseconds of CPU time."""
-    taken: list[float] = []
+    times_ms: list[float] = []
     for _ in range(times):
         began_ns = time.thread_time_ns()
         scan()
-        taken.append((time.thread_time_ns() - began_ns) / NS_PER_MS)
-    return taken
+        times_ms.append((time.thread_time_ns() - began_ns) / NS_PER_MS)
+    return times_ms
 
 
 PRICE: Final = Measurement("PROBE", "the probe: what calls cost more, events a second, scans", _price)

@@ -26,7 +26,7 @@ async def _kubelet_restart(effort: Effort) -> AsyncGenerator[Figure, None]:
     """Restart the kubelet; from its socket accepting to Register being answered.
 
     Includes the notice of the new socket, Register, and the kubelet dialling back before it answers. One GPU
-    is sick from the start: a first list that does not say so, or says it of another one, is lost state.
+    is unhealthy from the start: a first list without that, or with it for another one, is lost state.
     """
     rng = random.Random(2)
     times_ns: list[int] = []
@@ -34,14 +34,14 @@ async def _kubelet_restart(effort: Effort) -> AsyncGenerator[Figure, None]:
     async with bench_node() as node:
         with node.agent() as agent:
             await agent.ready()
-            sick = node.uuids[3]
+            broken = node.uuids[3]
             node.simulated.nvml.push_xid(3, _RESET_XID)
-            await node.wait(lambda kubelet: kubelet.unhealthy(GPU) == (sick,), "the sick GPU")
+            await node.wait(lambda kubelet: kubelet.unhealthy(GPU) == (broken,), "the unhealthy GPU")
             for _ in range(effort.of(quick=10, usual=100)):
                 await asyncio.sleep(rng.uniform(0.02, 0.06))
                 registered_ns, first = await _restart_kubelet(node)
                 times_ns.append(registered_ns)
-                wrong += first.unhealthy != (sick,) or len(first.healthy) != len(node.uuids) - 1
+                wrong += first.unhealthy != (broken,) or len(first.healthy) != len(node.uuids) - 1
             await agent.end()
     for figure in median_and_tail("S2.kubelet_restart", times_ns, p50_ms=15, p99_ms=200):
         yield figure
@@ -70,7 +70,7 @@ async def _next_registration(node: BenchNode, before: tuple[Registration, ...]) 
     await node.wait(lambda kubelet: newest(kubelet) is not None, "the registration")
     found = newest(node.kubelet)
     if found is None:
-        raise MeasurementError("the registration was followed by one that was refused")
+        raise MeasurementError("the registration was followed by one that was rejected")
     return found
 
 

@@ -15,7 +15,7 @@ from tests.bench.node import PRESET, AgentProcess, BenchNode, bench_node
 _GPUS: Final = 8
 _BETWEEN_S: Final = 0.1
 _NUMBERS: Final = (2, 3)
-"""Shares of each GPU, in turn, so that every reload changes what is offered."""
+"""Shares of each GPU, in turn, so that every reload changes what is advertised."""
 
 
 async def _reload(effort: Effort) -> AsyncGenerator[Figure, None]:
@@ -44,7 +44,7 @@ async def _reload(effort: Effort) -> AsyncGenerator[Figure, None]:
 
 
 async def _trial(node: BenchNode, config: Path, trial: int, agent: AgentProcess | None = None) -> int:
-    """Change the file, and tell the agent if it is given; returns how long the list took in nanoseconds."""
+    """Change the file, and signal the agent if it is given; returns how long the list took in nanoseconds."""
     # Changes that follow each other at once go out together, a little later.
     await asyncio.sleep(_BETWEEN_S)
     number = _NUMBERS[trial % len(_NUMBERS)]

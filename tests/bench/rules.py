@@ -27,7 +27,7 @@ async def _false_flips(effort: Effort) -> AsyncGenerator[Figure, None]:
 
 
 async def _other_sources(effort: Effort) -> AsyncGenerator[Figure, None]:
-    """Break GPUs in ways of which NVML sends no event, until the kubelet was told.
+    """Break GPUs in ways of which NVML sends no event, until the kubelet knows.
 
     The kernel log has an XID of a GPU that the driver wants reset; and a reading changes, which is polled.
     """
@@ -49,10 +49,10 @@ async def _other_sources(effort: Effort) -> AsyncGenerator[Figure, None]:
     )
 
 
-async def _until_heard(node: BenchNode, slot: int, name: str, **parameters: str) -> int:
-    uuid = node.uuids[slot]
+async def _until_heard(node: BenchNode, gpu: int, name: str, **parameters: str) -> int:
+    uuid = node.uuids[gpu]
     began_ns = time.monotonic_ns()
-    await node.simulated.do(name, {"gpu": str(slot), **parameters})
+    await node.simulated.do(name, {"gpu": str(gpu), **parameters})
     await node.wait(lambda kubelet: uuid in kubelet.unhealthy(GPU), f"{name} to be heard of")
     return time.monotonic_ns() - began_ns
 
@@ -71,12 +71,12 @@ async def _storm(effort: Effort) -> AsyncGenerator[Figure, None]:
                 if late_s > 0:
                     await asyncio.sleep(late_s)
             took_s = time.monotonic() - began_s
-            await node.wait(lambda kubelet: kubelet.allocatable(GPU) == 0, "every GPU to be out")
-            told = list(node.kubelet.lists)[before - node.kubelet.statistics().lists :]
+            await node.wait(lambda kubelet: kubelet.allocatable(GPU) == 0, "every GPU to be unhealthy")
+            lists = list(node.kubelet.lists)[before - node.kubelet.statistics().lists :]
             await agent.end()
-    sick = [len(each.unhealthy) for each in told]
-    yield Figure("STORM.messages_per_s", len(told) / took_s, "1/s", _WINDOWS_PER_S)
-    yield Figure("STORM.messages_out_of_order", sum(b < a for a, b in pairwise(sick)), "", 0)
+    unhealthy = [len(each.unhealthy) for each in lists]
+    yield Figure("STORM.messages_per_s", len(lists) / took_s, "1/s", _WINDOWS_PER_S)
+    yield Figure("STORM.messages_out_of_order", sum(b < a for a, b in pairwise(unhealthy)), "", 0)
 
 
 FALSE_FLIPS: Final = Measurement("S13", "devices flipped by what is no fault", _false_flips)

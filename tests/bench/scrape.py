@@ -39,7 +39,7 @@ class Scraper:
                     except ConnectionRefusedError:
                         await asyncio.sleep(0.02)
         except TimeoutError:
-            raise MeasurementError(f"nobody listens on {self._host}:{self._port}") from None
+            raise MeasurementError(f"no server listens on {self._host}:{self._port}") from None
 
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._reader is None or self._writer is None:

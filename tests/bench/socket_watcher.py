@@ -1,4 +1,4 @@
-"""A second watcher of ListAndWatch that tells when a message was on the socket, as near as a reader can be.
+"""A second watcher of ListAndWatch that reports when a message was on the socket, as near as a reader can be.
 
 A process of its own with a blocking read: what a gRPC client adds until its program holds the message is not
 in the time. The kubelet's stream is older, so it is served first, and writing its message is in the time.
@@ -94,7 +94,7 @@ class SocketWatcher:
 
     async def _line(self) -> str:
         if self._process is None or self._process.stdout is None:
-            raise MeasurementError("nobody watches")
+            raise MeasurementError("no watcher runs")
         try:
             async with asyncio.timeout(PATIENCE_S):
                 line = await self._process.stdout.readline()

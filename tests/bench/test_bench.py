@@ -1,4 +1,4 @@
-"""What the benchmarks print, and what a wrong call or a failed measurement is told."""
+"""What the benchmarks print, and the errors of a wrong call or a failed measurement."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -10,7 +10,7 @@ from tests.bench.figures import Absent, Effort, Figure, Measurement, Measurement
 
 
 async def _measured(_effort: Effort) -> AsyncGenerator[Figure, None]:
-    """Look at
+    """Read
     the clock.
     """
     yield Figure("S1.p50", 1.5, "ms", 1)
@@ -32,8 +32,8 @@ BAD = Measurement("S2", "what cannot", _not_measured)
 PARTLY = Measurement("S3", "what can in part", _partly_measured)
 
 
-def figures(told: str) -> list[str]:
-    return [line for line in told.splitlines() if not line.startswith("#")]
+def figures(output: str) -> list[str]:
+    return [line for line in output.splitlines() if not line.startswith("#")]
 
 
 def test_a_figure_is_one_line_of_five_words() -> None:
@@ -54,35 +54,35 @@ def test_where_more_is_better_less_is_missed() -> None:
 
 def test_a_missed_figure_is_a_result_and_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"], [GOOD]) == 0
-    told = capsys.readouterr()
-    lines = [json.loads(line) for line in told.out.splitlines()]
-    method = {"method": "Look at the clock."}
+    output = capsys.readouterr()
+    lines = [json.loads(line) for line in output.out.splitlines()]
+    method = {"method": "Read the clock."}
     assert lines == [
         {"name": "S1.p50", "value": 1.5, "unit": "ms", "target": 1, "verdict": "missed", **method},
         {"name": "S1.rate", "value": 100_000, "unit": "1/s", "target": 100_000, "verdict": "kept", **method},
     ]
-    assert "1 of 2 targets were missed: S1.p50" in told.err
+    assert "1 of 2 targets were missed: S1.p50" in output.err
 
 
 def test_how_a_figure_is_measured_stands_before_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([], [GOOD]) == 0
     first, second, _ = capsys.readouterr().out.splitlines()
-    assert first == "# S1, what can be measured: Look at the clock."
+    assert first == "# S1, what can be measured: Read the clock."
     assert second.startswith("S1.p50 ")
 
 
 def test_what_could_not_be_measured_is_named_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([], [BAD, GOOD]) == 1
-    told = capsys.readouterr()
-    assert "S2 could not be measured: the agent did not answer" in told.err
-    assert [line.split()[0] for line in figures(told.out)] == ["S2.p50", "S1.p50", "S1.rate"]
+    output = capsys.readouterr()
+    assert "S2 could not be measured: the agent did not answer" in output.err
+    assert [line.split()[0] for line in figures(output.out)] == ["S2.p50", "S1.p50", "S1.rate"]
 
 
 def test_a_figure_that_is_absent_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([], [PARTLY]) == 1
-    told = capsys.readouterr()
-    assert "S3.core could not be measured: clang is not installed" in told.err
-    assert [line.split() for line in figures(told.out)] == [["S3.off", "87.500", "ns", "-", "-"]]
+    output = capsys.readouterr()
+    assert "S3.core could not be measured: clang is not installed" in output.err
+    assert [line.split() for line in figures(output.out)] == [["S3.off", "87.500", "ns", "-", "-"]]
 
 
 def test_only_the_chosen_ones_are_measured(capsys: pytest.CaptureFixture[str]) -> None:

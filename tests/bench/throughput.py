@@ -51,7 +51,7 @@ async def _facts(effort: Effort) -> AsyncGenerator[Figure, None]:
     began_ns = time.monotonic_ns()
     for thread in threads:
         thread.start()
-    seen, lost = await _take_all(inbox, per_thread * _THREADS)
+    seen, lost = await _pop_all(inbox, per_thread * _THREADS)
     took_s = (time.monotonic_ns() - began_ns) / 1e9
     done.wait()
     for thread in threads:
@@ -61,8 +61,8 @@ async def _facts(effort: Effort) -> AsyncGenerator[Figure, None]:
     yield Figure("S10.facts_unaccounted", abs(per_thread * _THREADS - seen - lost), "facts", 0)
 
 
-async def _take_all(inbox: Inbox[_Call], sent: int) -> tuple[int, int]:
-    """Take until all that was sent is seen or known to be lost, or nothing more comes for a second."""
+async def _pop_all(inbox: Inbox[_Call], sent: int) -> tuple[int, int]:
+    """Pop until all that was sent is seen or known to be lost, or nothing more comes for a second."""
     seen = lost = 0
     while seen + lost < sent:
         await inbox.wait_nonempty(time.monotonic_ns() + 1_000_000_000)

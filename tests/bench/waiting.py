@@ -1,8 +1,8 @@
 """What other work on the machine takes from a measurement, and what the agent itself takes for it.
 
 The kernel counts for each thread how long it ran, and how long it was ready to run and had no CPU. A duration
-with the latter in it tells of the machine as much as of the agent. So durations are also told of those trials
-alone in which hardly any thread waited, and the agent's own CPU time beside them.
+with the latter in it depends on the machine as much as on the agent. So durations are also given of those
+trials alone in which hardly any thread waited, and the agent's own CPU time beside them.
 
 Source: Documentation/scheduler/sched-stats.rst of Linux, /proc/PID/schedstat.
 """
@@ -41,7 +41,7 @@ def times_of(thread: str = "thread-self") -> Times:
 
 
 class Bystander:
-    """Looks at the threads of an agent and of this process before and after each trial."""
+    """Reads the threads of an agent and of this process before and after each trial."""
 
     def __init__(self, agent: int) -> None:
         """``agent`` is its process id."""
@@ -50,20 +50,20 @@ class Bystander:
         self.begin()
 
     def begin(self) -> None:
-        """Look at them before a trial."""
-        self._before = dict(self._look())
+        """Read them before a trial."""
+        self._before = dict(self._read())
 
     def trial(self, took_ns: float) -> Trial:
-        """Look at them after a trial; of threads that ended in it nothing is known."""
+        """Read them after a trial; threads that ended in it do not count."""
         ran_ns = waited_ns = 0
-        for thread, now in self._look():
+        for thread, now in self._read():
             before = self._before.get(thread, Times(0, 0))
             waited_ns += now.waited_ns - before.waited_ns
             if thread.startswith(f"{self._agent}/"):
                 ran_ns += now.ran_ns - before.ran_ns
         return Trial(took_ns, waited_ns, ran_ns)
 
-    def _look(self) -> Iterator[tuple[str, Times]]:
+    def _read(self) -> Iterator[tuple[str, Times]]:
         for pid in (self._agent, os.getpid()):
             for thread in Path(f"/proc/{pid}/task").iterdir():
                 name = f"{pid}/task/{thread.name}"
@@ -72,7 +72,7 @@ class Bystander:
 
 
 def undisturbed(name: str, trials: Sequence[Trial], *, p50_ms: float, p99_ms: float) -> Iterator[Figure]:
-    """Yield the figures of the trials that nobody disturbed, and how many of all these are."""
+    """Yield the figures of the undisturbed trials, and how many of all these are."""
     calm = [trial.took_ns for trial in trials if trial.waited_ns <= DISTURBED_NS]
     yield Figure(f"{name}_undisturbed.share", 100 * len(calm) / len(trials), "%", None)
     if calm:
