@@ -1,4 +1,4 @@
-"""A driver double and processes on it, for the tests of both; where there can be none, a test says why."""
+"""A driver double and processes on it, for the tests of both; a test is skipped where there can be none."""
 
 import contextlib
 import sys

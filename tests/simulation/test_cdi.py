@@ -70,7 +70,7 @@ async def test_a_mig_device_is_resolved_to_its_gpu_and_its_capabilities() -> Non
         assert all(Path(each["hostPath"]).exists() for each in own["deviceNodes"])
 
 
-async def test_a_mig_device_without_its_capability_node_is_not_offered_until_the_node_is_there() -> None:
+async def test_a_mig_device_without_its_capability_node_is_not_advertised_until_the_node_is_there() -> None:
     flags = {"device_list_strategy": "cdi-cri", "mig_strategy": "mixed"}
     async with simulated_node(MIG_NODE) as node:
         capability = "nvidia-caps/nvidia-cap13"
@@ -79,11 +79,11 @@ async def test_a_mig_device_without_its_capability_node_is_not_offered_until_the
             await wait_allocatable(node.kubelet, 1, capacity=2, resource=MIG)
             device = next(iter(node.kubelet.unhealthy(MIG)))
 
-            def is_told(status: int, body: Any) -> bool:
+            def is_reported(status: int, body: Any) -> bool:
                 reasons = [each["reasons"] for each in body["devices"] if each["id"] == device]
                 return status == 200 and [each["code"] for each in reasons[0]] == ["device_node_missing"]
 
-            await agent.wait_answer("/v1/devices", is_told)
+            await agent.wait_answer("/v1/devices", is_reported)
             write_device_node(capability, node.directory.dev)
             await wait_allocatable(node.kubelet, 2, capacity=2, resource=MIG)
 

@@ -29,7 +29,7 @@ from tests.harness import (
 
 with_its_port = pytest.mark.usefixtures("_the_port_of_a_demo")
 
-U = [f"GPU-00000000-0000-4000-8000-{slot:012x}" for slot in range(8)]
+U = [f"GPU-00000000-0000-4000-8000-{number:012x}" for number in range(8)]
 
 
 async def play(name: str, node_dir: Path) -> Command:
@@ -78,7 +78,7 @@ async def test_a_fault_flips_exactly_its_device_and_shows_why(node_dir: Path) ->
         ("driver-late", (4, 4), (4, 4)),
     ],
 )
-async def test_a_shipped_scenario_ends_by_itself_as_it_says(
+async def test_a_shipped_scenario_ends_by_itself_as_described(
     name: str, first: tuple[int, int], last: tuple[int, int], node_dir: Path
 ) -> None:
     result = await play(name, node_dir)
@@ -99,7 +99,7 @@ async def test_devices_of_a_stream_that_ended_have_no_invented_reason(node_dir: 
 
 
 @pytest.mark.slow
-async def test_a_scenario_that_fails_says_what_was_last_seen(node_dir: Path, tmp_path: Path) -> None:
+async def test_a_scenario_that_fails_shows_what_was_last_seen(node_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text(
         "node: 4x-t4\nsteps:\n  - expect: {allocatable: 4}\nuntil: {allocatable: 3}\ntimeout: 12s\n"

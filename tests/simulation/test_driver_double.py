@@ -1,4 +1,4 @@
-"""The driver double: device files that answer as the driver does, and books that say what it granted."""
+"""The driver double: device files that answer as the driver does, and books of what it granted."""
 
 import asyncio
 import errno

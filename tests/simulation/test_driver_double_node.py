@@ -39,23 +39,23 @@ async def do(node: SimulatedNode, order: str, name: str, **given: str) -> str:
     return await node.do("process", {"command": order, "name": name, **given})
 
 
-def listed(node: SimulatedNode, slot: int) -> dict[int, int]:
+def listed(node: SimulatedNode, gpu: int) -> dict[int, int]:
     """Memory in MiB of each process that NVML lists on a GPU."""
-    count = node.nvml.number(slot, "processes")
+    count = node.nvml.number(gpu, "processes")
     return {
-        node.nvml.number(slot, "process_pid", row): node.nvml.number(slot, "process_memory", row) // MIB
+        node.nvml.number(gpu, "process_pid", row): node.nvml.number(gpu, "process_memory", row) // MIB
         for row in range(count)
     }
 
 
-def used(node: SimulatedNode, slot: int) -> int:
-    return node.nvml.number(slot, "memory_used") // MIB
+def used(node: SimulatedNode, gpu: int) -> int:
+    return node.nvml.number(gpu, "memory_used") // MIB
 
 
 async def test_nvml_lists_a_process_with_the_memory_of_its_contexts(node: SimulatedNode) -> None:
-    said = await do(node, "start", "python", gpu="3", contexts="2", memory="100")
+    answer = await do(node, "start", "python", gpu="3", contexts="2", memory="100")
     process = node.processes.get("python").process
-    assert said == f"Process python ({process.pid}) runs on {node.gpu_name(3)}"
+    assert answer == f"Process python ({process.pid}) runs on {node.gpu_name(3)}"
     assert (listed(node, 3), used(node, 3)) == ({process.pid: 200}, 200)
     await do(node, "free", "python", contexts="1")
     assert (listed(node, 3), used(node, 3)) == ({process.pid: 100}, 100)
@@ -204,7 +204,7 @@ async def test_a_node_does_without_a_driver_double_where_it_may(monkeypatch: pyt
                 await do(node, "start", "python", gpu="0")
 
 
-async def test_a_node_without_a_driver_double_says_what_it_needs() -> None:
+async def test_a_node_without_a_driver_double_names_what_it_needs() -> None:
     async with simulated_node() as plain:
         for name, given in [
             ("process", {"command": "start", "name": "python", "gpu": "0"}),

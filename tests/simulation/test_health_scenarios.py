@@ -21,7 +21,7 @@ def counts(result: Command) -> list[tuple[int, int]]:
 
 
 def assert_out_and_back(seen: list[tuple[int, int]]) -> None:
-    """Assert that all went out at once and came back: together, or where that takes long those that can."""
+    """Assert that all failed at once and recovered: together, or where that takes long those that can."""
     assert seen[:2] == [ALL_WELL, NONE_WELL]
     assert seen[-1] == ALL_WELL
     assert sorted(set(seen[1:])) == seen[1:]

@@ -139,6 +139,6 @@ async def test_a_node_that_is_removed_is_missed_until_it_is_added(node: Simulate
 
 
 @pytest.mark.parametrize("name", ["sda", "nvidia/../../x", "../nvidia0", "nvidia\u20ac"])
-def test_a_node_of_others_is_refused(name: str) -> None:
+def test_a_node_of_others_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match="must be a node of the driver"):
         parse("remove-node", {"name": name})

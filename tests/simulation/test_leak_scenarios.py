@@ -9,7 +9,7 @@ import pytest
 from tests.harness import Command, gpu_agent, why_no_driver_double
 from tests.probe.conftest import why_no_bcc, why_no_probe
 
-U = [f"GPU-00000000-0000-4000-8000-{slot:012x}" for slot in range(8)]
+U = [f"GPU-00000000-0000-4000-8000-{number:012x}" for number in range(8)]
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def shown(result: Command) -> list[dict[str, Any]]:
     return [line for line in result.lines if line["kind"] == "allocatable"]
 
 
-def culprits(line: dict[str, Any], *names: str) -> list[tuple[Any, ...]]:
+def involved(line: dict[str, Any], *names: str) -> list[tuple[Any, ...]]:
     return [tuple(each[name] for name in names) for each in line["detail"]["culprits"]]
 
 
@@ -50,7 +50,7 @@ async def test_a_leaked_context_is_found_and_takes_the_gpu_out_while_no_pod_has_
     (found,) = reported(result)
     assert found.items() >= {"reason": "context_leak", "gpu": 0, "active": True, "evidence": "soft"}.items()
     assert (found["detail"]["kind"], found["detail"]["contexts"]) == ("orphaned_client", 4)
-    owner, holder = sorted(culprits(found, "role", "comm", "pod", "contexts"), reverse=True)
+    owner, holder = sorted(involved(found, "role", "comm", "pod", "contexts"), reverse=True)
     assert owner == ("owner", "train", "ml/train", 4)
     assert holder == ("holder", "worker", "ml/train", 0)
     assert all(each["pid"] > 0 for each in found["detail"]["culprits"])
@@ -70,7 +70,7 @@ async def test_a_child_that_holds_what_its_parent_made_is_reported_until_it_ends
 
     found, over = reported(result)
     assert (found["gpu"], found["detail"]["kind"], found["detail"]["contexts"]) == (3, "orphaned_client", 2)
-    assert culprits(found, "role", "comm") == [("owner", "train"), ("holder", "worker")]
+    assert involved(found, "role", "comm") == [("owner", "train"), ("holder", "worker")]
     assert (over["gpu"], over["active"]) == (3, False)
     assert [line["allocatable"] for line in shown(result)] == [8]
 
@@ -81,7 +81,7 @@ async def test_a_process_whose_pod_is_gone_is_reported_with_the_pod(node_dir: Pa
 
     found, over = reported(result)
     assert (found["gpu"], found["detail"]["kind"]) == (0, "pod_gone")
-    assert culprits(found, "comm", "pod", "contexts", "used_bytes", "killable") == [
+    assert involved(found, "comm", "pod", "contexts", "used_bytes", "killable") == [
         ("train", "ml/train", 2, 1024 << 20, True)
     ]
     assert not over["active"]
@@ -93,11 +93,11 @@ async def test_processes_on_gpus_that_they_were_not_given_are_reported(node_dir:
     result = await play("foreign-process", node_dir)
 
     of_pod, of_host, *over = reported(result)
-    assert (of_pod["gpu"], culprits(of_pod, "comm", "owner", "pod", "contexts")) == (
+    assert (of_pod["gpu"], involved(of_pod, "comm", "owner", "pod", "contexts")) == (
         5,
         [("train", "pod", "ml/train", 1)],
     )
-    assert (of_host["gpu"], culprits(of_host, "comm", "owner", "pod", "contexts")) == (
+    assert (of_host["gpu"], involved(of_host, "comm", "owner", "pod", "contexts")) == (
         6,
         [("miner", "host", None, 1)],
     )
@@ -107,7 +107,7 @@ async def test_processes_on_gpus_that_they_were_not_given_are_reported(node_dir:
     ]
 
 
-async def test_where_nothing_can_stand_for_the_driver_the_demo_says_so_in_one_sentence(
+async def test_where_nothing_can_stand_for_the_driver_the_demo_reports_it_in_one_sentence(
     node_dir: Path,
 ) -> None:
     if shutil.which("setpriv") is None:

@@ -30,7 +30,7 @@ def test_what_was_made_above_it_is_removed_unless_another_uses_it() -> None:
         assert [each.name for each in (parent / "a").iterdir()] == ["other"]
 
 
-def test_a_second_holder_is_reported_who_has_it() -> None:
+def test_a_second_holder_is_shown_the_first() -> None:
     with short_directory() as parent, NodeDirectory.hold(parent / "node"):
         with pytest.raises(AlreadyRunningError) as caught:
             NodeDirectory.hold(parent / "node")
@@ -80,7 +80,7 @@ def test_a_symbolic_link_inside_is_removed_and_not_followed() -> None:
         assert (parent / "outside" / "precious").read_text() == "mine"
 
 
-def test_a_file_or_a_link_in_its_place_is_refused() -> None:
+def test_a_file_or_a_link_in_its_place_is_rejected() -> None:
     with short_directory() as parent:
         (parent / "file").touch()
         (parent / "link").symlink_to(parent)
@@ -90,12 +90,12 @@ def test_a_file_or_a_link_in_its_place_is_refused() -> None:
                 NodeDirectory.hold(parent / name)
 
 
-def test_a_path_too_long_for_the_sockets_in_it_is_refused(tmp_path: Path) -> None:
+def test_a_path_too_long_for_the_sockets_in_it_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose a shorter one with --node-dir"):
         NodeDirectory.hold(tmp_path / ("x" * 60))
 
 
-def test_a_place_that_others_could_swap_is_refused() -> None:
+def test_a_place_that_others_could_swap_is_rejected() -> None:
     with short_directory() as parent:
         (parent / "shared").mkdir()
         (parent / "shared").chmod(0o777)

@@ -1,4 +1,4 @@
-"""What is said where a simulated node cannot be made, is stopped before, or has less than is asked for."""
+"""The errors where a simulated node cannot be made, is stopped before, or has less than is asked for."""
 
 import asyncio
 import os

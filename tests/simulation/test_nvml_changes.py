@@ -103,9 +103,9 @@ def test_without_its_driver_nothing_answers_and_a_wait_ends(nvml: SimulatedNvml,
         running.start("nvmlEventSetWait_v2", "$events", PATIENCE_MS)
         nvml.state.unload_driver(code)
         for process, name in ((running, ""), (running, "nvmlDeviceGetCount"), (starting, "nvmlInit")):
-            with pytest.raises(NvmlCallError) as refused:
+            with pytest.raises(NvmlCallError) as raised:
                 process.call(name) if name else process.finish()
-            assert refused.value.code == code
+            assert raised.value.code == code
         nvml.state.load_driver()
         starting.call("nvmlInit")
         assert running.call("nvmlDeviceGetCount") == 8

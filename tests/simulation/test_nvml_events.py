@@ -1,4 +1,4 @@
-"""NVML events of the simulated node: who gets them, how often, and what happens to slow readers."""
+"""NVML events of the simulated node: which waits get them, how often, and what happens to slow readers."""
 
 import threading
 import time

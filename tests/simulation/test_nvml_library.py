@@ -22,7 +22,7 @@ SOURCES = Path(package.__file__).parent
 FUNCTIONS = re.findall(r'_nvmlGetFunctionPointer\("(\w+)"', Path(pynvml.__file__).read_text(encoding="utf-8"))
 
 
-def test_every_function_pynvml_can_look_up_is_exported() -> None:
+def test_every_function_pynvml_can_load_is_exported() -> None:
     library = ctypes.CDLL(str(library_path()))
     assert len(FUNCTIONS) > 400
     assert [name for name in FUNCTIONS if not hasattr(library, name)] == []
@@ -38,7 +38,7 @@ def test_the_library_carries_nvmls_own_soname(nvml: SimulatedNvml) -> None:
     assert b"libnvidia-ml.so.1\0" in nvml.library.read_bytes()
 
 
-def test_a_function_that_is_not_written_says_not_supported(client: ModuleType) -> None:
+def test_a_function_that_is_not_written_returns_not_supported(client: ModuleType) -> None:
     handle = client.nvmlDeviceGetHandleByIndex(0)
     with pytest.raises(pynvml.NVMLError_NotSupported):
         client.nvmlDeviceGetFanSpeed(handle)
@@ -54,7 +54,7 @@ def test_the_state_can_be_named_by_the_environment(
         assert client.nvmlDeviceGetCount() == 4
 
 
-def test_a_state_of_another_layout_is_refused(nvml: SimulatedNvml) -> None:
+def test_a_state_of_another_layout_is_rejected(nvml: SimulatedNvml) -> None:
     nvml.state.path.write_bytes(b"\0" * nvml.state.path.stat().st_size)
     with pytest.raises(package.NvmlStateError, match="this version"):
         NvmlState.open(nvml.state.path)

@@ -1,4 +1,4 @@
-"""The node presets are the machines they say they are, and inline nodes are checked."""
+"""The node presets are the machines that they name, and inline nodes are checked."""
 
 import pytest
 
@@ -123,9 +123,9 @@ def test_an_inline_node_changes_single_gpus() -> None:
     ],
 )
 def test_a_malformed_node_names_the_key(node: object, problem: str) -> None:
-    with pytest.raises(PresetError) as refused:
+    with pytest.raises(PresetError) as raised:
         load_preset(node)  # type: ignore[arg-type]
-    assert str(refused.value).startswith(problem)
+    assert str(raised.value).startswith(problem)
 
 
 @pytest.mark.parametrize(

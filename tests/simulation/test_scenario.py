@@ -86,7 +86,7 @@ def test_a_configuration_that_is_no_mapping_is_a_problem(tmp_path: Path) -> None
     ]
 
 
-def test_a_file_says_what_happens_when_and_what_is_expected(tmp_path: Path) -> None:
+def test_a_file_has_what_happens_when_and_what_is_expected(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(GOOD)
 
@@ -254,7 +254,7 @@ def test_a_key_given_twice_is_a_problem(tmp_path: Path) -> None:
     assert found == ["s.yaml:2: node is given twice"]
 
 
-def test_an_empty_file_says_what_it_needs(tmp_path: Path) -> None:
+def test_an_empty_file_is_an_error_that_names_what_it_needs(tmp_path: Path) -> None:
     assert problems_of(tmp_path, "# nothing\n") == [
         "s.yaml: the file is empty; it needs node, agent, config, steps, until, timeout"
     ]
@@ -274,7 +274,7 @@ def test_the_number_of_reported_problems_is_bounded(tmp_path: Path) -> None:
     assert found[-1] == "and more"
 
 
-def test_a_node_that_names_itself_many_times_is_refused(tmp_path: Path) -> None:
+def test_a_node_that_names_itself_many_times_is_rejected(tmp_path: Path) -> None:
     bomb = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
         f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n"
         for before, name in zip("abcdef", "bcdefg", strict=True)

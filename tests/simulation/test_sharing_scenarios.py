@@ -36,7 +36,7 @@ async def test_slices_of_several_sizes_have_names_of_their_own_and_faults_of_the
     assert set(reasons(result.lines[-1]).values()) == {"xid"}
 
 
-async def test_a_node_that_is_sliced_anew_offers_what_there_is_and_no_more(node_dir: Path) -> None:
+async def test_a_node_that_is_sliced_anew_advertises_what_there_is_and_no_more(node_dir: Path) -> None:
     result = await play_scenario("mig-reconfigure", node_dir)
 
     small, large = "nvidia.com/mig-1g.10gb", "nvidia.com/mig-7g.80gb"
@@ -55,8 +55,8 @@ async def test_shared_gpus_are_renamed_under_a_running_agent_and_unhealthy_ones_
     assert counts(result, GPU) == [(16, 16), (16, 12), (0, 0)]
     assert counts(result, SHARED) == [(16, 12)]
     (renamed,) = [line for line in result.lines if line["resource"] == SHARED]
-    sick = "GPU-00000000-0000-4000-8000-000000000003"
-    assert reasons(renamed) == {f"{sick}::{replica}": "xid" for replica in range(4)}
+    broken = "GPU-00000000-0000-4000-8000-000000000003"
+    assert reasons(renamed) == {f"{broken}::{replica}": "xid" for replica in range(4)}
 
 
 async def test_gpus_shared_by_mps_are_out_while_its_daemon_is_away(node_dir: Path) -> None:

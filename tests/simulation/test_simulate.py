@@ -91,12 +91,12 @@ async def ask(node: SimulatedNode, line: bytes) -> bytes:
 )
 async def test_an_action_is_done_and_reported(name: str, given: dict[str, str], done: str) -> None:
     async with simulated_node("4x-t4") as node:
-        said = await node.do(name, given)
+        answer = await node.do(name, given)
 
-        assert done in said
+        assert done in answer
         async for line in node.feed.follow():
             if line["kind"] == "event":
-                assert line["text"] == said
+                assert line["text"] == answer
                 break
 
 
@@ -124,14 +124,14 @@ async def test_what_a_gpu_reads_is_what_it_was_made_to_read() -> None:
         assert node.nvml.number(0, "recovery_action") == 0
 
 
-async def test_where_no_agent_runs_that_is_said(tmp_path: Path) -> None:
+async def test_where_no_agent_runs_that_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         AgentError, match=r"No agent answers at .*control\.sock; start one with gpu-agent run"
     ):
         await state_of_agent(tmp_path / "control.sock", 0.1)
 
 
-async def test_the_agent_executes_commands_and_says_why_it_does_not() -> None:
+async def test_the_agent_executes_commands_and_reports_why_it_does_not() -> None:
     async with simulated_node("4x-t4") as node, agent_process(node):
         await wait_allocatable(node.kubelet, 4, capacity=4)
 
@@ -169,16 +169,16 @@ async def test_mig_is_reconfigured_by_profiles_in_nvml_and_in_the_files_of_the_d
 
 async def test_every_gpu_can_be_sliced_at_once_and_profiles_be_counted() -> None:
     async with simulated_node({"preset": "8x-a100", "gpus": 2}) as node:
-        said = await node.do("mig", {"gpu": "all", "devices": "3g.40gb, 2x1g.10gb"})
-        assert said == "MIG of every GPU is 3g.40gb, 1g.10gb, 1g.10gb"
-        assert [node.nvml.number(slot, "mig_count") for slot in range(2)] == [3, 3]
+        answer = await node.do("mig", {"gpu": "all", "devices": "3g.40gb, 2x1g.10gb"})
+        assert answer == "MIG of every GPU is 3g.40gb, 1g.10gb, 1g.10gb"
+        assert [node.nvml.number(number, "mig_count") for number in range(2)] == [3, 3]
         nodes = {path.name for path in (node.directory.dev / "nvidia-caps").iterdir()}
         await node.do("mig", {"gpu": "all", "devices": "7g.80gb"})
-        assert [node.nvml.number(slot, "mig_count") for slot in range(2)] == [1, 1]
+        assert [node.nvml.number(number, "mig_count") for number in range(2)] == [1, 1]
         assert len(list((node.directory.dev / "nvidia-caps").iterdir())) < len(nodes)
 
 
-async def test_the_mps_daemon_says_that_it_serves_by_a_file() -> None:
+async def test_the_mps_daemon_shows_that_it_is_ready_by_a_file() -> None:
     async with simulated_node("4x-t4") as node:
         ready = node.directory.mps / ".ready"
         assert not ready.exists()
@@ -199,13 +199,13 @@ async def test_the_agents_configuration_can_be_changed_only_where_it_has_one() -
 
 
 @pytest.mark.parametrize("gpu", ["4", "-1", "GPU-x", "0x0", "99999999999"])
-async def test_an_unknown_gpu_is_refused_with_those_there_are(gpu: str) -> None:
+async def test_an_unknown_gpu_is_rejected_with_those_there_are(gpu: str) -> None:
     async with simulated_node("4x-t4") as node:
         with pytest.raises(UsageError, match=r"There is no GPU .* it has 0 to 3"):
             await node.do("hang", {"gpu": gpu})
 
 
-async def test_mig_on_a_gpu_without_it_is_refused() -> None:
+async def test_mig_on_a_gpu_without_it_is_rejected() -> None:
     async with simulated_node("4x-t4") as node:
         with pytest.raises(UsageError, match="a Tesla T4, cannot do MIG"):
             await node.do("mig", {"gpu": "0", "devices": "none"})
@@ -221,7 +221,7 @@ async def test_a_removed_gpu_is_gone_from_the_bus_until_it_is_added_again() -> N
         assert on_bus.exists()
 
 
-async def test_an_action_the_node_cannot_do_now_is_refused_in_a_sentence() -> None:
+async def test_an_action_the_node_cannot_do_now_is_rejected_in_a_sentence() -> None:
     async with simulated_node("4x-t4") as node:
         for name, given in (
             ("kubelet drop-stream", {}),
@@ -349,7 +349,7 @@ async def running(process: asyncio.subprocess.Process) -> str:
     return (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
 
 
-async def test_simulate_says_how_to_run_the_agent_and_ends_without_a_trace() -> None:
+async def test_simulate_shows_how_to_run_the_agent_and_ends_without_a_trace() -> None:
     with short_directory() as parent:
         place = parent / "node"
         async with simulate("--preset=4x-t4", f"--node-dir={place}") as process:
@@ -365,24 +365,24 @@ async def test_simulate_says_how_to_run_the_agent_and_ends_without_a_trace() -> 
         assert not place.exists()
 
 
-async def test_inject_reaches_the_node_and_says_what_was_done() -> None:
+async def test_inject_reaches_the_node_and_reports_what_was_done() -> None:
     with short_directory() as parent:
         place = parent / "node"
         async with simulate("--preset=4x-t4", f"--node-dir={place}") as process:
             await running(process)
 
             done = await gpu_agent("inject", "xid", "79", "--gpu", "3", f"--node-dir={place}")
-            refused = await gpu_agent("inject", "xid", "79", "--gpu", "9", f"--node-dir={place}")
+            rejected = await gpu_agent("inject", "xid", "79", "--gpu", "9", f"--node-dir={place}")
             now = await gpu_agent("inject", f"--node-dir={place}", "kubelet", "restart", "--downtime=5ms")
 
         assert (done.status, done.err) == (0, "")
         assert done.out == "XID 79 on GPU 3 (GPU-00000000-0000-4000-8000-000000000003)\n"
-        assert refused.status == 2
-        assert refused.err == "gpu-agent: There is no GPU 9 on the simulated node; it has 0 to 3\n"
+        assert rejected.status == 2
+        assert rejected.err == "gpu-agent: There is no GPU 9 on the simulated node; it has 0 to 3\n"
         assert (now.status, now.out) == (0, "Kubelet fault restart (downtime 5ms)\n")
 
 
-async def test_inject_without_a_node_says_how_to_start_one() -> None:
+async def test_inject_without_a_node_shows_how_to_start_one() -> None:
     with short_directory() as parent:
         result = await gpu_agent("inject", "release", f"--node-dir={parent}/none")
 
@@ -393,7 +393,7 @@ async def test_inject_without_a_node_says_how_to_start_one() -> None:
     )
 
 
-async def test_inject_after_a_killed_node_says_that_none_runs() -> None:
+async def test_inject_after_a_killed_node_reports_that_none_runs() -> None:
     with short_directory() as parent:
         async with simulate("--preset=4x-t4", f"--node-dir={parent}/node") as process:
             await running(process)
@@ -426,7 +426,7 @@ def test_inject_explains_a_wrong_command_line_before_it_asks(words: list[str], s
     assert sentence in str(caught.value)
 
 
-async def test_a_second_node_in_the_same_directory_is_refused() -> None:
+async def test_a_second_node_in_the_same_directory_is_rejected() -> None:
     with short_directory() as parent:
         async with simulate("--preset=4x-t4", f"--node-dir={parent}/node") as process:
             await running(process)
@@ -469,7 +469,7 @@ async def test_wrong_arguments_are_a_sentence(arguments: list[str], sentence: st
     assert "Traceback" not in result.err
 
 
-def test_a_client_that_finds_something_else_than_a_node_says_so() -> None:
+def test_a_client_that_finds_something_else_than_a_node_reports_it() -> None:
     with short_directory() as parent, socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(parent / "control.sock"))
         with pytest.raises(control.NotRunningError):

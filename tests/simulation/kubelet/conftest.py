@@ -19,7 +19,7 @@ async def kubelet(tmp_path: Path) -> AsyncIterator[EmulatedKubelet]:
 @pytest.fixture
 async def plugin(kubelet: EmulatedKubelet) -> AsyncIterator[ReferencePlugin]:
     """A plugin that serves and is registered, with four healthy devices."""
-    async with plugin_for(kubelet) as serving:
-        await serving.register()
+    async with plugin_for(kubelet) as made:
+        await made.register()
         await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
-        yield serving
+        yield made

@@ -24,15 +24,15 @@ def four(*unhealthy: str) -> list[pb.Device]:
     return [device(id_, healthy=id_ not in unhealthy, numa=index // 2) for index, id_ in enumerate("abcd")]
 
 
-async def refusal(plugin: ReferencePlugin) -> str:
-    """Return the text the plugin's registration is refused with."""
+async def rejection(plugin: ReferencePlugin) -> str:
+    """Return the text the plugin's registration is rejected with."""
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await plugin.register()
     return raised.value.details() or ""
 
 
-def refuses(path: Path) -> bool:
-    """Return whether a connection is refused, though the file is there."""
+def rejects(path: Path) -> bool:
+    """Return whether a connection is rejected, though the file is there."""
     with socket.socket(socket.AF_UNIX) as client:
         try:
             client.connect(str(path))

@@ -10,21 +10,21 @@ from agent.errors import UsageError
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from tests.contract.reference_plugin import ReferencePlugin
-from tests.simulation.kubelet.plugins import GPU, four, plugin_for, refusal, refuses
+from tests.simulation.kubelet.plugins import GPU, four, plugin_for, rejection, rejects
 
 
-async def test_refuse_answers_with_its_message_so_many_times(kubelet: EmulatedKubelet) -> None:
+async def test_the_fault_answers_with_its_message_so_many_times(kubelet: EmulatedKubelet) -> None:
     async with plugin_for(kubelet) as plugin:
         await kubelet.apply_fault("refuse", message="not today", times=2)
-        assert [await refusal(plugin), await refusal(plugin)] == ["not today", "not today"]
+        assert [await rejection(plugin), await rejection(plugin)] == ["not today", "not today"]
         await plugin.register()
         assert plugin.count("GetDevicePluginOptions") == 1
 
 
-async def test_refuse_lasts_until_cleared(kubelet: EmulatedKubelet) -> None:
+async def test_the_fault_lasts_until_cleared(kubelet: EmulatedKubelet) -> None:
     async with plugin_for(kubelet) as plugin:
         await kubelet.apply_fault("refuse")
-        assert await refusal(plugin) == "registration refused by the simulated kubelet"
+        assert await rejection(plugin) == "registration refused by the simulated kubelet"
         await kubelet.apply_fault("clear", fault="refuse")
         await plugin.register()
 
@@ -101,39 +101,39 @@ async def test_restart_drops_everything_and_answers_again(
 
 
 @pytest.mark.parametrize("how", ["graceful", "kill"])
-async def test_while_it_is_down_its_socket_is_there_and_refuses(
+async def test_while_it_is_down_its_socket_is_there_and_rejects(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin, how: str
 ) -> None:
     own = kubelet.device_plugins / "kubelet.sock"
     await kubelet.apply_fault("absent", how=how)
     await plugin.wait_for(lambda: plugin.watchers == 0)
-    assert refuses(own)
+    assert rejects(own)
     assert plugin.path.exists()
     await kubelet.apply_fault("clear")
     assert not plugin.path.exists()
-    assert not refuses(own)
+    assert not rejects(own)
 
 
-async def test_a_slow_kubelet_refuses_for_a_while_after_its_socket_appeared(kubelet: EmulatedKubelet) -> None:
+async def test_a_slow_kubelet_rejects_for_a_while_after_its_socket_appeared(kubelet: EmulatedKubelet) -> None:
     own = kubelet.device_plugins / "kubelet.sock"
     restarting = asyncio.get_running_loop().create_task(kubelet.apply_fault("restart", refusing="1m"))
     await kubelet.wait_for(lambda seen: not seen.running)
     old = own.lstat().st_mtime_ns
     while not own.exists() or own.lstat().st_mtime_ns == old:
         await asyncio.sleep(0)
-    assert refuses(own)
+    assert rejects(own)
     assert not restarting.done()
     restarting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await restarting
     await kubelet.apply_fault("restart", refusing="10ms")
-    assert not refuses(own)
+    assert not rejects(own)
 
 
 async def test_absent_comes_back_by_itself_or_when_cleared(kubelet: EmulatedKubelet) -> None:
     await kubelet.apply_fault("absent", how="kill")
     assert not kubelet.running
-    assert refuses(kubelet.device_plugins / "kubelet.sock")
+    assert rejects(kubelet.device_plugins / "kubelet.sock")
     await kubelet.apply_fault("clear")
     assert kubelet.statistics().starts == 2
     await kubelet.apply_fault("absent", duration="10ms")
@@ -185,7 +185,7 @@ async def test_a_lower_message_limit_ends_the_stream_of_a_longer_list(
 async def test_a_kubelet_of_another_version_names_it(kubelet: EmulatedKubelet) -> None:
     await kubelet.apply_fault("other_version", version="v2")
     async with plugin_for(kubelet) as plugin:
-        text = await refusal(plugin)
+        text = await rejection(plugin)
         await kubelet.apply_fault("clear")
         await plugin.register()
     assert text == 'requested API version "v1beta1" is not supported by kubelet. Supported version is ["v2"]'
@@ -231,7 +231,7 @@ async def test_a_resource_whose_plugin_stays_away_is_forgotten(tmp_path: Path) -
         ("delete_sockets", {}, "There is no socket of a plugin to delete in"),
     ],
 )
-async def test_a_fault_that_makes_no_sense_is_refused_in_a_sentence(
+async def test_a_fault_that_makes_no_sense_is_rejected_in_a_sentence(
     kubelet: EmulatedKubelet, name: str, params: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError) as raised:

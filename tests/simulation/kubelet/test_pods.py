@@ -50,11 +50,11 @@ async def test_a_finished_pod_is_listed_by_older_kubelets_alone_until_it_is_dele
         assert set(await sockets.listed()) == {"default/new"}
 
 
-async def test_more_calls_than_the_rate_limit_are_refused_until_it_is_over(kubelet: EmulatedKubelet) -> None:
+async def test_more_calls_than_the_rate_limit_are_rejected_until_it_is_over(kubelet: EmulatedKubelet) -> None:
     sockets = PodResources(kubelet.pod_resources)
     answers = await asyncio.gather(*(sockets.listed() for _ in range(60)), return_exceptions=True)
-    refused = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
-    assert {(each.code(), each.details()) for each in refused} == {
+    rejected = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
+    assert {(each.code(), each.details()) for each in rejected} == {
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
     }
     while True:
@@ -146,7 +146,7 @@ async def test_the_checkpoint_has_the_kubelets_shape(
 
 @pytest.mark.slow
 async def test_the_contract_suite_can_be_pointed_at_a_running_kubelet(kubelet: EmulatedKubelet) -> None:
-    """It says what it would need for the tests that it skips."""
+    """It names what it would need for the tests that it skips."""
     command = ["-m", "pytest", "tests/contract", "--kubelet-dir", str(kubelet.device_plugins)]
     directories = ["--pod-resources-dir", str(kubelet.pod_resources), "-p", "no:cacheprovider", "-rs"]
     child = await asyncio.create_subprocess_exec(
@@ -154,7 +154,7 @@ async def test_the_contract_suite_can_be_pointed_at_a_running_kubelet(kubelet: E
         *command,
         *directories,
         "-k",
-        "offers or starts_deletes or active_pod",
+        "advertises or starts_deletes or active_pod",
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await child.communicate()
