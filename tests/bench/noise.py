@@ -55,7 +55,7 @@ from agent.model.policy import SECOND_NS, Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device
 from agent.model.structs import replace
-from tests.core.polls import WELL
+from tests.core.polls import HEALTHY
 
 GPUS: Final = 16
 LIFE_HOURS: Final = 2_000
@@ -194,7 +194,7 @@ class NoisyNode:
             if self._state.devices is not before:
                 self.flips += _flips(before, self._state.devices)
 
-    def _expect_all_well(self) -> None:
+    def _expect_all_healthy(self) -> None:
         advertised = [device for devices in self._state.devices.values() for device in devices]
         self.flips += sum(device.health is not Health.HEALTHY for device in advertised)
 
@@ -222,7 +222,7 @@ class NoisyNode:
         return GpusEnumerated(tuple(self.gpus), control_nodes=("/dev/nvidiactl", "/dev/nvidia-uvm"))
 
     def _polled(self, gpu: Gpu, **readings: object) -> Iterator[Fact]:
-        yield GpuSampled(gpu.uuid, replace(WELL, **readings))  # type: ignore[arg-type]
+        yield GpuSampled(gpu.uuid, replace(HEALTHY, **readings))  # type: ignore[arg-type]
         yield GpuProbePassed(gpu.uuid)
 
     def _polls_pass(self, gpu: Gpu) -> None:
@@ -298,9 +298,9 @@ class NoisyNode:
         polls = self._policy.slowdown_window_polls
         slow = self._dice.randrange(polls * self._policy.slowdown_share_percent // 100)
         for slowed in self._dice.sample([True] * slow + [False] * (polls - slow), polls):
-            self.apply(GpuSampled(gpu.uuid, replace(WELL, hw_slowed=slowed)))
+            self.apply(GpuSampled(gpu.uuid, replace(HEALTHY, hw_slowed=slowed)))
         for _ in range(polls):
-            self.apply(GpuSampled(gpu.uuid, WELL))
+            self.apply(GpuSampled(gpu.uuid, HEALTHY))
 
     def readings_are_unavailable(self) -> None:
         """A call of another one is in the way, or the driver does not answer it this time."""
@@ -348,7 +348,7 @@ class NoisyNode:
             self.apply(KernelXidSeen(pci, code, backlog=True, count=count))
         self._reported_xids.clear()
         self._all_polls_pass(1)
-        self._expect_all_well()
+        self._expect_all_healthy()
         self.kubelet_is_replaced()
 
     def agent_is_not_scheduled(self) -> None:
@@ -412,7 +412,7 @@ class NoisyNode:
         self._all_polls_pass(self._policy.recovery_clean_probes)
         self._pass(self._policy.recovery_quiet_ns)
         self.apply(Tick())
-        self._expect_all_well()
+        self._expect_all_healthy()
 
 
 _Devices = Mapping[ResourceName, tuple[Device, ...]]
@@ -420,11 +420,12 @@ _Devices = Mapping[ResourceName, tuple[Device, ...]]
 
 def _flips(before: _Devices, now: _Devices) -> int:
     """Return how many well devices turned Unhealthy by anything but a release."""
-    were_well = {
+    were_healthy = {
         device.id for devices in before.values() for device in devices if device.health is Health.HEALTHY
     }
     return sum(
-        device.id in were_well and all(reason.reason is not Reason.MAINTENANCE for reason in device.reasons)
+        device.id in were_healthy
+        and all(reason.reason is not Reason.MAINTENANCE for reason in device.reasons)
         for devices in now.values()
         for device in devices
         if device.health is Health.UNHEALTHY

@@ -21,7 +21,7 @@ MIG = "nvidia.com/mig-1g.10gb"
 IGNORED = (13, 31, 43, 45, 68, 109)
 
 
-async def test_an_xid_takes_out_every_replica_of_its_gpu_in_one_message_and_no_other() -> None:
+async def test_an_xid_makes_every_replica_of_its_gpu_unhealthy_in_one_message_and_no_other() -> None:
     async with simulated_node({"preset": "4x-t4", "gpus": 2}) as node:
         config = node.directory.path / "config.yaml"
         config.write_text(SHARED)
@@ -47,7 +47,9 @@ def mig_devices(node: SimulatedNode) -> list[str]:
     [(2, 0, {1}), (ALL, ALL, {0, 1, 2}), (2, ALL, {1})],
     ids=["one compute instance", "the whole GPU", "one GPU instance"],
 )
-async def test_an_xid_on_mig_takes_out_exactly_what_it_names(gi: int, ci: int, unhealthy: set[int]) -> None:
+async def test_an_xid_on_mig_makes_exactly_what_it_names_unhealthy(
+    gi: int, ci: int, unhealthy: set[int]
+) -> None:
     async with simulated_node(MIG_NODE) as node, agent_process(node, mig_strategy="mixed"):
         await wait_allocatable(node.kubelet, 3, capacity=3, resource=MIG)
         before = len(node.kubelet.lists)

@@ -79,7 +79,7 @@ async def bind_anew(node: SimulatedNode, agent: AgentProcess) -> None:
     await node.do("bind", {"gpu": "0"})
 
 
-async def declare_well(node: SimulatedNode, _agent: AgentProcess) -> None:
+async def declare_healthy(node: SimulatedNode, _agent: AgentProcess) -> None:
     await node.do("agent", {"command": "recover", "gpu": "0"})
 
 
@@ -87,7 +87,7 @@ async def reset_gpu(node: SimulatedNode, _agent: AgentProcess) -> None:
     await node.do("reload-module", {})
 
 
-@pytest.mark.parametrize("cure", [bind_anew, declare_well, reset_gpu])
+@pytest.mark.parametrize("cure", [bind_anew, declare_healthy, reset_gpu])
 async def test_without_that_reading_only_a_new_binding_or_a_person_brings_it_back(cure: Any) -> None:
     async with simulated_node(ONE_GPU) as node:
         node.nvml.set_recovery_action(0, None)
@@ -120,7 +120,7 @@ async def unhealthy_and_staying_so(node: SimulatedNode, xid: int) -> None:
     assert allocatable_since(node, broken_ns) == {0}
 
 
-async def test_a_gpu_that_fell_off_the_bus_stays_out_and_is_out_in_the_first_list_after_a_restart() -> None:
+async def test_a_gpu_that_fell_off_the_bus_stays_unhealthy_also_in_the_first_list_after_a_restart() -> None:
     async with simulated_node(ONE_GPU) as node:
         async with agent_process(node, recovery_clean_probes=THREE) as agent:
             await wait_allocatable(node.kubelet, 1, capacity=1)
@@ -143,7 +143,7 @@ async def test_a_gpu_that_fell_off_the_bus_stays_out_and_is_out_in_the_first_lis
             assert all(not each.healthy for each in node.kubelet.lists[before:])
 
 
-async def test_three_faults_that_went_away_keep_a_gpu_out() -> None:
+async def test_three_faults_that_went_away_keep_a_gpu_unhealthy() -> None:
     async with simulated_node(ONE_GPU) as node, agent_process(node, recovery_clean_probes=THREE) as agent:
         await wait_allocatable(node.kubelet, 1, capacity=1)
         began_ns = time.monotonic_ns()

@@ -74,7 +74,7 @@ def codes_of(body: Any, device: str) -> set[str]:
     return {reason["code"] for each in body["devices"] if each["id"] == device for reason in each["reasons"]}
 
 
-async def test_a_gpu_that_fell_off_stays_out_while_the_others_are_polled_on() -> None:
+async def test_a_gpu_that_fell_off_stays_unhealthy_while_the_others_are_polled_on() -> None:
     async with simulated_node(EIGHT_WITHOUT_NVLINK) as node, agent_process(node, poll="100ms"):
         await wait_allocatable(node.kubelet, 8, capacity=8)
         falls_off_with_an_xid(node)

@@ -69,7 +69,9 @@ async def test_a_library_and_a_driver_of_different_versions_are_named_and_waited
             assert agent.process.returncode is None
 
 
-async def test_a_driver_that_dies_takes_all_out_can_be_unloaded_and_comes_back_without_a_restart() -> None:
+async def test_a_driver_that_dies_makes_all_unhealthy_can_be_unloaded_and_recovers_without_a_restart() -> (
+    None
+):
     async with simulated_node("8x-a100") as node, agent_process(node, fail_on_init_error="false") as agent:
         await wait_allocatable(node.kubelet, 8, capacity=8)
         await wait_polls(node, 2)

@@ -107,7 +107,7 @@ class ReportedXid(NamedTuple):
 
 
 @dataclass
-class Rumour:
+class Unconfirmed:
     """What the kernel log alone reports so far."""
 
     gpu: str
@@ -266,7 +266,7 @@ class Oracle:
         self.driver_unloaded = False
         self.driver_released = False
         self.reported_xids: list[ReportedXid] = []
-        self.rumours: list[Rumour] = []
+        self.unconfirmed_faults: list[Unconfirmed] = []
         self.early: list[KernelXidSeen] = []
         self.xids_before = Counter(self.xids)
         self.missing: tuple[str, ...] | None = None
@@ -481,48 +481,52 @@ class Oracle:
         )
         shown.seen(report.count)
         known = [
-            each for each in self.rumours if (each.gpu, each.gi, each.ci, each.xid) == (gpu, gi, ci, fact.xid)
+            each
+            for each in self.unconfirmed_faults
+            if (each.gpu, each.gi, each.ci, each.xid) == (gpu, gi, ci, fact.xid)
         ]
         for each in known:
-            self.rumours.remove(each)
+            self.unconfirmed_faults.remove(each)
         count = report.count + sum(each.count for each in known)
         since_ns = known[0].since_ns if known else now_ns
-        self.rumours.append(Rumour(gpu, gi, ci, fact.xid, count, fact.live, since_ns))
+        self.unconfirmed_faults.append(Unconfirmed(gpu, gi, ci, fact.xid, count, fact.live, since_ns))
 
     def names_recovery_action(self, gpu: str) -> bool:
         return gpu in self.samples and self.samples[gpu].recovery_action not in {None, 5}
 
     def hear_witnesses(self) -> None:
         """Believe the kernel log if something else confirms it, and forget what is denied."""
-        for rumour in list(self.rumours):
-            row = row_of(rumour.xid)
-            if not self.shown(rumour):
-                self.rumours.remove(rumour)
-            elif any(self.is_witness(rumour, fault) for fault in self.of_gpu(rumour.gpu)):
-                self.believe(rumour)
-            elif not rumour.live and (rumour.gpu in self.verdict or rumour.gpu in self.samples):
-                if row.recovery == "by_hand" or not self.names_recovery_action(rumour.gpu):
-                    self.believe(rumour)
+        for unconfirmed in list(self.unconfirmed_faults):
+            row = row_of(unconfirmed.xid)
+            if not self.shown(unconfirmed):
+                self.unconfirmed_faults.remove(unconfirmed)
+            elif any(self.is_witness(unconfirmed, fault) for fault in self.of_gpu(unconfirmed.gpu)):
+                self.believe(unconfirmed)
+            elif not unconfirmed.live and (
+                unconfirmed.gpu in self.verdict or unconfirmed.gpu in self.samples
+            ):
+                if row.recovery == "by_hand" or not self.names_recovery_action(unconfirmed.gpu):
+                    self.believe(unconfirmed)
                 else:
-                    self.rumours.remove(rumour)
-                    self.faults.remove(self.shown(rumour)[0])
+                    self.unconfirmed_faults.remove(unconfirmed)
+                    self.faults.remove(self.shown(unconfirmed)[0])
 
-    def shown(self, rumour: Rumour) -> list[Fault]:
-        place = (rumour.gi, rumour.ci, rumour.xid)
+    def shown(self, unconfirmed: Unconfirmed) -> list[Fault]:
+        place = (unconfirmed.gi, unconfirmed.ci, unconfirmed.xid)
         return [
             fault
-            for fault in self.of_gpu(rumour.gpu)
+            for fault in self.of_gpu(unconfirmed.gpu)
             if (fault.gi, fault.ci, fault.code) == place and fault.reason == "unconfirmed"
         ]
 
-    def is_witness(self, rumour: Rumour, fault: Fault) -> bool:
+    def is_witness(self, unconfirmed: Unconfirmed, fault: Fault) -> bool:
         if fault.source == "kernel-log":
             return False
         if fault.reason == "xid":
-            gi_fits = fault.gi == rumour.gi or ALL in {fault.gi, rumour.gi}
-            ci_fits = fault.ci == rumour.ci or ALL in {fault.ci, rumour.ci}
-            return fault.flips and fault.code == rumour.xid and gi_fits and ci_fits
-        row = row_of(rumour.xid)
+            gi_fits = fault.gi == unconfirmed.gi or ALL in {fault.gi, unconfirmed.gi}
+            ci_fits = fault.ci == unconfirmed.ci or ALL in {fault.ci, unconfirmed.ci}
+            return fault.flips and fault.code == unconfirmed.xid and gi_fits and ci_fits
+        row = row_of(unconfirmed.xid)
         if row.recovery == "self_clearing":
             return False
         readings = CONFIRMING_READINGS.get(row.xid_class, set())
@@ -530,24 +534,24 @@ class Oracle:
             fault.lasts and fault.reason in readings
         )
 
-    def believe(self, rumour: Rumour) -> None:
-        row = row_of(rumour.xid)
-        self.rumours.remove(rumour)
-        for fault in self.shown(rumour):
+    def believe(self, unconfirmed: Unconfirmed) -> None:
+        row = row_of(unconfirmed.xid)
+        self.unconfirmed_faults.remove(unconfirmed)
+        for fault in self.shown(unconfirmed):
             self.faults.remove(fault)
         fault = self.fault(
             "kernel-log",
             "xid",
-            rumour.gpu,
+            unconfirmed.gpu,
             row.recovery,
-            code=rumour.xid,
-            gi=rumour.gi,
-            ci=rumour.ci,
+            code=unconfirmed.xid,
+            gi=unconfirmed.gi,
+            ci=unconfirmed.ci,
             hard=row.evidence == "hard",
         )
         if not fault.count:
-            fault.since_ns = rumour.since_ns
-        fault.seen(rumour.count)
+            fault.since_ns = unconfirmed.since_ns
+        fault.seen(unconfirmed.count)
 
     def module_seen(self, inode: int | None) -> None:
         if inode is None:
@@ -716,9 +720,11 @@ class Oracle:
             return
         place = self.place(fact)
         if place is not None and self.was_reported(fact, place, now_ns):
-            for rumour in [each for each in self.rumours if (each.gpu, each.xid) == (fact.gpu, fact.xid)]:
-                if ALL in {rumour.gi, place[0]} or rumour.gi == place[0]:
-                    self.believe(rumour)
+            for unconfirmed in [
+                each for each in self.unconfirmed_faults if (each.gpu, each.xid) == (fact.gpu, fact.xid)
+            ]:
+                if ALL in {unconfirmed.gi, place[0]} or unconfirmed.gi == place[0]:
+                    self.believe(unconfirmed)
             return
         self.xids[fact.gpu, fact.xid] += fact.count
         if place is None:

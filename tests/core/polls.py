@@ -10,7 +10,7 @@ from agent.model.sample import GpuSample
 from agent.model.structs import replace
 from tests.core.build import U0, Node, passed
 
-WELL: Final = GpuSample(
+HEALTHY: Final = GpuSample(
     recovery_action=0,
     ecc_uncorrected=0,
     rows_pending=False,
@@ -49,7 +49,7 @@ BAD: Final[Mapping[Reason, Mapping[str, Any]]] = {
 
 def sample(**readings: Any) -> GpuSample:
     """A healthy sample but for these readings."""
-    return replace(WELL, **readings)
+    return replace(HEALTHY, **readings)
 
 
 def bad(reason: Reason) -> GpuSample:

@@ -12,7 +12,7 @@ from tests.sources.simulated import MS, QUICK
 HASTY = replace(QUICK, call_deadline_ns=200 * MS)
 
 
-async def test_a_gpu_that_hangs_is_marked_and_well_again_when_it_answers(tmp_path: Path) -> None:
+async def test_a_gpu_that_hangs_is_marked_and_healthy_again_when_it_answers(tmp_path: Path) -> None:
     async with watched_node(tmp_path, "8x-a100", HASTY) as watched:
         state = watched.node.state
         state.hang(gpu=3)

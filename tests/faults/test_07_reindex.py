@@ -121,7 +121,7 @@ def test_whatever_is_listed_where_each_gpu_keeps_what_is_its_own(steps: list[tup
 
 @settings(deadline=None)
 @given(st.lists(ORDERS, max_size=6), ORDERS.filter(lambda order: len(order) == CARDS))
-def test_all_that_come_back_are_well_again_wherever_they_are_listed(
+def test_all_that_return_are_healthy_again_wherever_they_are_listed(
     listings: list[list[int]], last: list[int]
 ) -> None:
     bus = Bus()

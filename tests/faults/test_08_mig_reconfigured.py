@@ -184,7 +184,7 @@ def test_whatever_the_layouts_become_exactly_what_there_is_is_advertised(
 
 
 @given(st.integers(0, SLICES - 1), st.sampled_from([ALL, 0]))
-def test_of_seven_slices_of_one_card_exactly_the_one_with_the_fault_is_out(place: int, ci: int) -> None:
+def test_of_seven_slices_of_one_card_exactly_the_one_with_the_fault_is_unhealthy(place: int, ci: int) -> None:
     cards = Cards()
     cards.node.apply(ready())
     cards.lay_out(0, ("1g.10gb",) * SLICES)

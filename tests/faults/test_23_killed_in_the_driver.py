@@ -58,7 +58,7 @@ def devices(node: SimulatedNode) -> Iterator[HangingNodes]:
 
 
 @contextmanager
-def let_go_at_the_end(devices: HangingNodes) -> Iterator[None]:
+def released_at_the_end(devices: HangingNodes) -> Iterator[None]:
     """A process that is held cannot be waited for."""
     try:
         yield
@@ -136,7 +136,7 @@ async def test_what_a_killed_agent_served_on_is_free_although_it_is_held_in_the_
     port = free_port()
     flags = flags_of(node, poll="50ms", call_deadline="1s", http_listen=f"127.0.0.1:{port}")
     async with running(flags) as agent:
-        with let_go_at_the_end(devices):
+        with released_at_the_end(devices):
             await wait_allocatable(node, 4)
             await agent.wait_line("Listening", listener="http")
             await agent.wait_line("Listening", listener="control")
@@ -164,7 +164,7 @@ async def test_the_successor_registers_without_waiting_for_the_driver_and_advert
     state = Path(flags["state-dir"], "state.json")
     broken = {node.nvml.uuid(2)} if left else {node.nvml.uuid(gpu) for gpu in range(4)}
     async with running(flags) as first:
-        with let_go_at_the_end(devices):
+        with released_at_the_end(devices):
             await wait_allocatable(node, 4)
             await hang(devices, name)
             await wait_allocatable(node, left)
@@ -175,7 +175,7 @@ async def test_the_successor_registers_without_waiting_for_the_driver_and_advert
             began = time.monotonic()
 
             async with running({**flags, "if-running": "fail"}) as second:
-                with let_go_at_the_end(devices):
+                with released_at_the_end(devices):
                     await second.wait_registered()
                     assert time.monotonic() - began < UNWAITED_S
                     await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > lists, PATIENCE_S)

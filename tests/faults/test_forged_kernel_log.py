@@ -56,7 +56,7 @@ async def kept_lines(node: SimulatedNode) -> str:
 
 
 @pytest.mark.parametrize("policy", ["compat", "catalog"])
-async def test_a_crash_under_the_drivers_name_takes_no_gpu_out(tmp_path: Path, policy: str) -> None:
+async def test_a_crash_under_the_drivers_name_makes_no_gpu_unhealthy(tmp_path: Path, policy: str) -> None:
     compiler = shutil.which("cc")
     if os.geteuid() != 0 or not os.access(KMSG, os.R_OK) or compiler is None:
         pytest.skip("needs root, /dev/kmsg and a C compiler")
@@ -82,7 +82,7 @@ async def test_a_crash_under_the_drivers_name_takes_no_gpu_out(tmp_path: Path, p
 
 
 @pytest.mark.parametrize("policy", ["compat", "catalog"])
-async def test_a_lost_gpu_is_out_as_soon_as_nvml_agrees_and_shown_as_unconfirmed_while_it_does_not(
+async def test_a_lost_gpu_is_unhealthy_as_soon_as_nvml_agrees_and_shown_as_unconfirmed_while_it_does_not(
     policy: str,
 ) -> None:
     """No poll comes by itself here, so it is the line that has the GPU probed."""

@@ -44,7 +44,9 @@ def involved(line: dict[str, Any], *names: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.usefixtures("_possible")
-async def test_a_leaked_context_is_found_and_takes_the_gpu_out_while_no_pod_has_it(node_dir: Path) -> None:
+async def test_a_leaked_context_is_found_and_makes_the_gpu_unhealthy_while_no_pod_has_it(
+    node_dir: Path,
+) -> None:
     result = await play("context-leak", node_dir)
 
     (found,) = reported(result)

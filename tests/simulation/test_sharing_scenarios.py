@@ -59,7 +59,7 @@ async def test_shared_gpus_are_renamed_under_a_running_agent_and_unhealthy_ones_
     assert reasons(renamed) == {f"{broken}::{replica}": "xid" for replica in range(4)}
 
 
-async def test_gpus_shared_by_mps_are_out_while_its_daemon_is_away(node_dir: Path) -> None:
+async def test_gpus_shared_by_mps_are_unhealthy_while_its_daemon_is_away(node_dir: Path) -> None:
     result = await play_scenario("mps", node_dir)
 
     assert counts(result, GPU) == [(16, 0), (16, 16), (16, 0), (16, 16)]

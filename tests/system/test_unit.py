@@ -205,7 +205,7 @@ def test_a_reload_takes_effect_and_one_with_a_mistake_changes_nothing(node: Node
     assert "agent.pol" in node.machine.out("gpu-agent status")
 
 
-def test_the_journal_names_the_gpu_and_why_it_is_out(node: Node) -> None:
+def test_the_journal_names_the_gpu_and_why_it_is_unhealthy(node: Node) -> None:
     node.with_gpus().machine.run("systemctl start kubelet gpu-agent")
     node.wait_for_gpus(8, 8)
     node.machine.run(f"{SIMULATION}/gpu-agent inject xid 79 --gpu 3 --node-dir {NODE}")

@@ -53,7 +53,7 @@ from tests.core.build import (
     xid,
 )
 from tests.core.oracle import Oracle
-from tests.core.polls import BAD, NOTHING, WELL, sample
+from tests.core.polls import BAD, HEALTHY, NOTHING, sample
 
 QUIET = 60 * S
 
@@ -77,9 +77,9 @@ DELAYS = st.sampled_from(
 SELECTORS = st.sampled_from([U0, ONE.serial or "", ONE.pci, U1, gpu(1).pci, gpu(7).pci])
 READINGS = st.sampled_from(
     [
-        WELL,
-        WELL,
-        WELL,
+        HEALTHY,
+        HEALTHY,
+        HEALTHY,
         NOTHING,
         *(sample(**readings) for readings in BAD.values()),
         sample(hw_slowed=True),

@@ -109,7 +109,7 @@ def test_hold_and_unhold_are_reported() -> None:
     assert (other.message, fields_of(other)) == ("A GPU is held no more", {"selector": BOARD.pci})
 
 
-def test_a_hold_takes_out_every_device_of_its_gpu() -> None:
+def test_a_hold_makes_every_device_of_its_gpu_unhealthy() -> None:
     node = healthy_node(C1B, policy=Policy(mig_strategy="single"))
     node.apply(HoldRequested(U0, "x"))
     assert len(node.unhealthy()) == len(node.devices()) == 3
@@ -338,7 +338,7 @@ def driver_commands(node: Node) -> list[tuple[int, type]]:
     ]
 
 
-def test_a_release_takes_out_exactly_its_gpus_and_lets_the_driver_go() -> None:
+def test_a_release_makes_exactly_its_gpus_unhealthy_and_releases_the_driver() -> None:
     node = registered_node(gpu(0), gpu(1), gpu(2))
     node.apply(released(U0, U2))
     assert node.unhealthy() == {U0, U2}
@@ -416,7 +416,7 @@ def test_every_release_is_taken_back_once() -> None:
     assert [kind for _, kind in driver_commands(node)] == [ReleaseDriver, ResumeDriver] * 6
 
 
-def test_a_gpu_found_during_a_release_of_it_is_taken_out() -> None:
+def test_a_gpu_found_during_a_release_of_it_becomes_unhealthy() -> None:
     node = registered_node(gpu(0))
     node.apply(released(U0, U1), enumerated(gpu(0), gpu(1)), passed(U1))
     assert node.unhealthy() == {U0, U1}
@@ -431,7 +431,7 @@ def test_a_released_driver_hangs_no_more() -> None:
     assert [item.lasts for item in node.conditions(Reason.DRIVER_HUNG)] == [False, False]
 
 
-def test_the_driver_is_shown_as_let_go_of_until_nvml_is_ready_again() -> None:
+def test_the_driver_is_shown_as_released_until_nvml_is_ready_again() -> None:
     node = registered_node(gpu(0))
     node.apply(released(U0))
     assert not node.snapshot().driver_released
@@ -461,7 +461,7 @@ def test_a_driver_reloaded_during_a_release_was_reset() -> None:
     assert node.unhealthy() == set()
 
 
-def test_a_driver_unloaded_during_a_release_of_one_gpu_takes_out_the_others_too() -> None:
+def test_a_driver_unloaded_during_a_release_of_one_gpu_makes_the_others_unhealthy_too() -> None:
     node = registered_node(gpu(0), gpu(1))
     node.apply(released(U0), DriverReleased(), DriverModuleSeen(70))
     assert node.unhealthy() == {U0}

@@ -49,7 +49,7 @@ from tests.core.build import (
     xid,
 )
 from tests.core.health.test_properties import holds, step_more_often
-from tests.core.polls import BAD, NOTHING, WELL, poll, sample
+from tests.core.polls import BAD, HEALTHY, NOTHING, poll, sample
 
 QUIET = 60 * S
 
@@ -65,8 +65,8 @@ SOFT = frozenset({Reason.THERMAL, Reason.NVLINK_DOWN})
 
 READINGS = st.sampled_from(
     [
-        WELL,
-        WELL,
+        HEALTHY,
+        HEALTHY,
         NOTHING,
         *(sample(**bad) for bad in BAD.values()),
         sample(hw_slowed=True),
@@ -120,7 +120,7 @@ POLICIES = st.builds(
     slowdown_window_polls=st.just(3),
 )
 
-ALL_WELL: tuple[Fact, ...] = (*poll(U0), *poll(U1))
+ALL_HEALTHY: tuple[Fact, ...] = (*poll(U0), *poll(U1))
 NOTHING_READ: tuple[Fact, ...] = (GpuSampled(U0, NOTHING), passed(U0), GpuSampled(U1, NOTHING), passed(U1))
 
 History = Sequence[tuple[int, Fact]]
@@ -239,7 +239,7 @@ def mend(node: Node) -> None:
     """End every cause, also clocks held down in the last polls, and reset everything."""
     node.apply(DriverCallAnswered("wait"), ResumeRequested(), DeviceNodesSeen(()))
     node.apply(*(UnholdRequested(name) for name in list(node.state.holds)))
-    node.apply(ready(), BOTH, *(ALL_WELL * node.state.policy.slowdown_window_polls))
+    node.apply(ready(), BOTH, *(ALL_HEALTHY * node.state.policy.slowdown_window_polls))
     node.apply(UNLOADED, ready(), BOTH)
 
 
@@ -270,7 +270,7 @@ def comes_back_to_the_probe(node: Node, read: tuple[Fact, ...]) -> None:
     assert all(item.recovery in for_ever for item in node.conditions())
 
 
-@given(HISTORIES, POLICIES, st.sampled_from([ALL_WELL, NOTHING_READ]))
+@given(HISTORIES, POLICIES, st.sampled_from([ALL_HEALTHY, NOTHING_READ]))
 @example([(0, GpuSampled(U0, sample(recovery_action=1)))], Policy(), NOTHING_READ)
 @example([(0, GpuSampled(U0, sample(fabric_state=2)))], Policy(), NOTHING_READ)
 def test_a_mended_node_comes_back_and_not_one_probe_sooner(
@@ -285,7 +285,7 @@ def test_a_mended_node_comes_back_and_not_one_probe_sooner(
 def test_recover_brings_back_everything_that_does_not_last(history: History, policy: Policy) -> None:
     node = lived(history, policy)
     mend(node)
-    node.apply(*ALL_WELL, RecoverRequested(U0), RecoverRequested(U1))
+    node.apply(*ALL_HEALTHY, RecoverRequested(U0), RecoverRequested(U1))
     assert node.conditions() == []
     assert node.unhealthy() == set()
 
@@ -294,7 +294,7 @@ def test_recover_brings_back_everything_that_does_not_last(history: History, pol
 
 
 @given(HISTORIES, POLICIES, st.sampled_from([0, 1, QUIET, 3600 * S]))
-def test_what_was_out_is_out_after_a_restart_until_its_rule_is_met(
+def test_what_was_unhealthy_is_unhealthy_after_a_restart_until_its_rule_is_met(
     history: History, policy: Policy, after_ns: int
 ) -> None:
     node = lived(history, policy)
@@ -317,7 +317,7 @@ def test_what_was_out_is_out_after_a_restart_until_its_rule_is_met(
         assert out <= again.unhealthy()
 
 
-@given(HISTORIES, POLICIES, HISTORIES, st.sampled_from([ALL_WELL, NOTHING_READ]))
+@given(HISTORIES, POLICIES, HISTORIES, st.sampled_from([ALL_HEALTHY, NOTHING_READ]))
 def test_nothing_lasts_without_a_limit_over_a_restart(
     history: History, policy: Policy, more: History, read: tuple[Fact, ...]
 ) -> None:

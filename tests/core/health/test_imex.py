@@ -22,7 +22,7 @@ def started(policy: Policy, *nodes: str) -> Node:
     return node
 
 
-def test_a_required_channel_that_is_missing_takes_every_device_out() -> None:
+def test_a_required_channel_that_is_missing_makes_every_device_unhealthy() -> None:
     node = started(REQUIRED, "/dev/nvidiactl")
     assert node.unhealthy() == BOTH
     [finding] = [each for each in node.snapshot().findings if each.reason is Reason.IMEX_CHANNEL_MISSING]
@@ -49,7 +49,7 @@ def test_a_channel_that_goes_and_comes_back_is_believed_after_clean_probes_and_q
     assert node.unhealthy() == set()
 
 
-def test_a_channel_that_is_only_wanted_keeps_no_device_out() -> None:
+def test_a_channel_that_is_only_wanted_keeps_no_device_unhealthy() -> None:
     assert started(WANTED).unhealthy() == set()
 
 

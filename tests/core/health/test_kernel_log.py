@@ -102,7 +102,9 @@ ORDERS = pytest.mark.parametrize("first", [0, 1], ids=["NVML first", "kernel log
 
 @pytest.mark.parametrize("xid_policy", ["compat", "catalog"])
 @pytest.mark.parametrize("in_words", [True, False])
-def test_a_line_alone_takes_no_gpu_out_and_has_it_probed(xid_policy: XidPolicy, *, in_words: bool) -> None:
+def test_a_line_alone_makes_no_gpu_unhealthy_and_has_it_probed(
+    xid_policy: XidPolicy, *, in_words: bool
+) -> None:
     node = healthy_node(gpu(0), gpu(1), policy=replace(DEFAULT, xid_policy=xid_policy))
     node.apply(*poll(U1), logged(79, 1, in_words=in_words))
     assert node.unhealthy() == set()

@@ -372,7 +372,7 @@ def test_binding_a_gpu_anew_does_not_end_what_needs_a_reboot_or_a_person(code: i
     assert not recovers(node)
 
 
-def test_binding_a_well_gpu_anew_changes_nothing() -> None:
+def test_binding_a_healthy_gpu_anew_changes_nothing() -> None:
     node = healthy_node(gpu(0))
     before = node.state
     assert node.apply(unbound(), bound()) == ()

@@ -64,7 +64,7 @@ def test_the_first_readiness_counts_at_once_however_late_it_comes() -> None:
     assert node.snapshot().ready
 
 
-def test_a_daemon_that_goes_takes_exactly_what_it_shares_out() -> None:
+def test_a_daemon_that_goes_makes_exactly_what_it_shares_unhealthy() -> None:
     node = serving_node()
     node.apply(AWAY)
     assert node.unhealthy() == SHARES
@@ -164,7 +164,7 @@ def test_after_a_restart_the_daemon_is_probed_anew() -> None:
     assert again.unhealthy() == set()
 
 
-def test_what_was_out_for_the_daemon_before_a_restart_is_well_with_it() -> None:
+def test_what_was_unhealthy_for_the_daemon_before_a_restart_recovers_with_it() -> None:
     node = serving_node()
     node.apply(AWAY)
     again = node.restarted(after_ns=S)

@@ -9,7 +9,7 @@ from agent.model.facts import GpuSampled, XidReported
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
 from tests.bench.noise import GPUS, NoisyNode, false_flips
-from tests.core.polls import WELL, sample
+from tests.core.polls import HEALTHY, sample
 
 
 def test_healthy_nodes_flip_no_device_for_thousands_of_gpu_hours() -> None:
@@ -55,7 +55,7 @@ def test_a_fault_among_the_noise_would_be_counted(
     assert node.flips == 0
     node.apply(fault(node.gpus[3].uuid))
     assert node.flips == 1
-    node.apply(GpuSampled(node.gpus[3].uuid, WELL))
+    node.apply(GpuSampled(node.gpus[3].uuid, HEALTHY))
     assert node.flips == 1
 
 

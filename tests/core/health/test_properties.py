@@ -212,17 +212,17 @@ def test_a_mended_node_comes_back_and_not_one_probe_or_nanosecond_sooner(
         if number:
             node.until(node.now_ns + between_ns)
         node.apply(passed(U0), passed(U1))
-    well_at_ns = max(node.now_ns, first_clean_ns + quiet_ns)
+    healthy_at_ns = max(node.now_ns, first_clean_ns + quiet_ns)
     for_ever = {
         item.placement.gpu
         for item in node.conditions()
         if item.recovery in {Recovery.REBOOT, Recovery.BY_HAND}
     }
-    if well_at_ns > node.now_ns:
-        node.until(well_at_ns - 1)
+    if healthy_at_ns > node.now_ns:
+        node.until(healthy_at_ns - 1)
         node.apply(Tick())
         assert node.unhealthy() == {U0, U1}
-        node.until(well_at_ns)
+        node.until(healthy_at_ns)
         node.apply(Tick())
     assert node.unhealthy() == for_ever
 

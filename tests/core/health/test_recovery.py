@@ -132,7 +132,7 @@ def test_a_bad_probe_of_another_gpu_does_not_break_the_row() -> None:
     assert node.unhealthy() == {U1}
 
 
-def test_a_well_gpu_that_passes_its_probes_changes_nothing() -> None:
+def test_a_healthy_gpu_that_passes_its_probes_changes_nothing() -> None:
     node = healthy_node(gpu(0))
     before = node.state
     assert node.after(10 * S, passed()) == ()

@@ -161,7 +161,7 @@ def test_c2_c_three_faults_within_the_minute_are_sticky_although_probes_are_clea
     assert rebooted(node).conditions() == []
 
 
-def test_c2_d_after_a_restart_the_gpu_is_out_from_the_first_moment() -> None:
+def test_c2_d_after_a_restart_the_gpu_is_unhealthy_from_the_first_moment() -> None:
     again = lost_node().restarted(after_ns=S)
     assert again.health() == {U0: Health.UNHEALTHY}
     again.apply(Tick(), ready(), enumerated(gpu(0)))
@@ -314,7 +314,7 @@ BY_HAND: dict[Reason, list[Fact]] = {
 }
 
 
-def test_every_reason_that_takes_a_gpu_out_is_here() -> None:
+def test_every_reason_that_makes_a_gpu_unhealthy_is_here() -> None:
     flipping = {reason for reason, spec in REASON_SPECS.items() if spec.flips}
     assert flipping - OF_THE_POLICY == {*CAUSES, *BY_HAND, Reason.FLAPPING}
 
@@ -397,7 +397,7 @@ def test_over_a_restart_no_cause_is_forgotten_and_none_lasts_for_ever(reason: Re
 
 
 @pytest.mark.parametrize("reason", [*CAUSES, *BY_HAND, Reason.FLAPPING])
-def test_after_a_restart_a_gpu_is_out_until_its_rule_is_met(reason: Reason) -> None:
+def test_after_a_restart_a_gpu_is_unhealthy_until_its_rule_is_met(reason: Reason) -> None:
     node = healthy_node(gpu(0), gpu(1))
     if reason is Reason.FLAPPING:
         node = healthy_node(gpu(0), gpu(1), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))

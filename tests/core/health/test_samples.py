@@ -20,7 +20,7 @@ from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
 from agent.model.structs import replace
 from tests.core.build import U0, U1, Node, S, enumerated, failed, gpu, healthy_node, passed, place, ready
-from tests.core.polls import BAD, NOTHING, WELL, bad, blind_poll, poll, read, reasons, sample
+from tests.core.polls import BAD, HEALTHY, NOTHING, bad, blind_poll, poll, read, reasons, sample
 
 Q = 60 * S
 FEW = Policy(recovery_clean_probes=3, recovery_quiet_ns=Q, slowdown_window_polls=10)
@@ -46,7 +46,7 @@ def test_there_is_a_bad_reading_here_for_every_rule() -> None:
 
 @pytest.mark.parametrize("reason", RULES)
 def test_a_healthy_reading_is_healthy_and_none_is_unknown(reason: Reason) -> None:
-    assert evaluate(WELL, Window(), FEW)[reason] is None
+    assert evaluate(HEALTHY, Window(), FEW)[reason] is None
     assert evaluate(NOTHING, Window(), FEW)[reason] is UNKNOWN
 
 
@@ -306,7 +306,7 @@ def test_readings_that_were_taken_before_the_driver_went_change_nothing() -> Non
 
 
 @pytest.mark.parametrize("reason", [reason for reason in RULES if reason is not Reason.ROW_REMAP_FAILED])
-def test_when_the_reading_is_well_again_clean_probes_and_quiet_time_end_it(reason: Reason) -> None:
+def test_when_the_reading_is_healthy_again_clean_probes_and_quiet_time_end_it(reason: Reason) -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(GpuSampled(U0, bad(reason)), passed(), passed(), passed())
     node.after(3600 * S, GpuSampled(U0, bad(reason)), passed())
@@ -321,7 +321,7 @@ def test_when_the_reading_is_well_again_clean_probes_and_quiet_time_end_it(reaso
 
 
 @pytest.mark.parametrize("reason", RULES)
-def test_quiet_time_counts_from_the_first_well_poll(reason: Reason) -> None:
+def test_quiet_time_counts_from_the_first_healthy_poll(reason: Reason) -> None:
     node = healthy_node(gpu(0))
     node.apply(GpuSampled(U0, bad(reason)))
     node.after(3600 * S, *poll(), *poll(), *poll())
@@ -347,7 +347,7 @@ def test_a_reading_that_turns_bad_again_begins_anew(reason: Reason) -> None:
     assert (condition.since_ns, condition.last_ns) == (node.now_ns - S, node.now_ns)
 
 
-def test_a_poll_that_fails_breaks_the_row_of_well_ones() -> None:
+def test_a_poll_that_fails_breaks_the_row_of_healthy_ones() -> None:
     node = healthy_node(gpu(0))
     node.apply(read(recovery_action=1), *poll(), *poll(), failed(code=15), *poll(), *poll())
     node.after(2 * Q)

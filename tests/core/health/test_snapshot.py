@@ -41,7 +41,7 @@ def findings(node: Node) -> list[Finding]:
     return list(node.snapshot().findings)
 
 
-def test_a_node_whose_devices_are_registered_and_well_is_ready() -> None:
+def test_a_node_whose_devices_are_registered_and_healthy_is_ready() -> None:
     node = registered_node(gpu(0), gpu(1))
     snapshot = node.snapshot()
     assert snapshot.ready

@@ -301,7 +301,7 @@ def test_evidence_of_what_an_application_did_is_not_kept() -> None:
     assert evidence(node) == [(U0, Reason.XID, 79)]
 
 
-def test_a_gpu_that_was_well_meanwhile_gives_evidence_again() -> None:
+def test_a_gpu_that_was_healthy_meanwhile_gives_evidence_again() -> None:
     node = healthy_node(gpu(0), policy=AT_ONCE)
     node.apply(failed(), failed(code=1), passed(), failed())
     assert evidence(node) == [(U0, Reason.NVML_ERROR, 999), (U0, Reason.NVML_ERROR, 999)]
@@ -416,7 +416,7 @@ def _flips(effect: object) -> bool:
     return event is not None and event.kind is EventKind.DEVICE and event.warning
 
 
-def test_of_a_gpu_that_is_out_by_soft_evidence_a_second_kind_waits_too() -> None:
+def test_of_a_gpu_that_is_unhealthy_by_soft_evidence_a_second_kind_waits_too() -> None:
     node = soft_node()
     node.apply(hot())
     node.after(S, read(temperature_celsius=95, links_down=(1,)))
@@ -652,7 +652,7 @@ def test_an_observing_agent_registers_nothing_and_decides_everything() -> None:
     assert [event.message for event in node.events(EventKind.DEVICE)] == ["Health would have changed"]
 
 
-def test_each_device_that_would_have_been_taken_out_is_counted() -> None:
+def test_each_device_that_would_have_become_unhealthy_is_counted() -> None:
     node = healthy_node(gpu(0), gpu(1), policy=replace(OBSERVE, sharing=Sharing.of({GPU: 3})))
     assert node.snapshot().observed_flips == 0
     node.apply(xid(94), xid(69))
