@@ -112,12 +112,12 @@ def holds(old: State, new: State, effects: tuple[Effect, ...], now_ns: int) -> N
                 for item in new.conditions.values()
                 if item.flips and item.placement.overlaps(device.placement)
             ]
-            well = device.placement.gpu in new.probed and not touching
-            assert (device.health is Health.HEALTHY) is well
+            is_known = device.placement.gpu in new.known_gpus
+            assert (device.health is Health.HEALTHY) is (is_known and not touching)
             assert [item for item in device.reasons if item.flips] == sorted(
                 touching, key=lambda item: item.since_ns
             )
-            assert device.health is not Health.UNKNOWN or device.placement.gpu not in new.probed
+            assert device.health is not Health.UNKNOWN or not is_known
     assert all(now_ns >= item.last_ns >= item.since_ns for item in new.conditions.values())
     if new == old:
         assert new is old
