@@ -104,6 +104,7 @@ class ChangeWaiter:
 
     def close(self) -> None:
         """Use no watch."""
+        self._begun.clear()
         if self.watch is not None:
             self.watch.close()
             self.watch = None
