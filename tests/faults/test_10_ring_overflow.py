@@ -145,8 +145,10 @@ async def test_nothing_is_lost_at_ten_thousand_events_a_second(call: Callable[..
         caller = await call(STEADY, count)
         usage = await watcher.settled_usage()
 
-        assert watcher.probe.read_statistics().lost == usage.events_lost == 0
-        assert watcher.probe.ring.received >= count
+        statistics = watcher.probe.read_statistics()
+        assert statistics.lost == usage.events_lost == 0
+        # While the ring fills, what a process sends beyond its share is counted and read from the maps.
+        assert watcher.probe.ring.received + statistics.unsent >= count
         assert watcher.probe.ring.pending_bytes == 0
         row = await watcher.counters(caller.pid)
         assert row.contexts_allocated == count // 2
