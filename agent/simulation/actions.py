@@ -1,6 +1,6 @@
 """Everything that can be made to happen on a simulated node: one table for scenarios, inject and its help.
 
-Guarantees: an action names GPUs by slot (``3``) or UUID, and its parameters are text until its row has
+Guarantees: an action names GPUs by position (``3``) or UUID, and its parameters are text until its row has
 read them, wherever they came from. A row's docstrings and fields are its documentation.
 """
 
@@ -56,19 +56,21 @@ class Xid:
 
     xid: int = parameter("XID", "The error's number, such as 79", _XID)
     gpu: str = parameter(
-        "GPU", 'Slot or UUID; "unreadable" for a GPU that no longer reports its UUID', name_text
+        "GPU", 'Position or UUID; "unreadable" for a GPU that no longer reports its UUID', name_text
     )
     gi: int | None = parameter("N", "GPU instance of the MIG device", _INSTANCE, default=None)
     ci: int | None = parameter("N", "Compute instance of the MIG device", _INSTANCE, default=None)
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Push the event."""
-        slot = None if self.gpu == "unreadable" else node.slot(self.gpu)
-        node.nvml.push_xid(slot, self.xid, gi=self.gi, ci=self.ci)
+        position = None if self.gpu == "unreadable" else node.position(self.gpu)
+        node.nvml.push_xid(position, self.xid, gi=self.gi, ci=self.ci)
         instance = "".join(
             f", {name} {number}" for name, number in (("gi", self.gi), ("ci", self.ci)) if number is not None
         )
-        where = "a GPU with an unreadable UUID" if slot is None else f"{node.gpu_name(slot)}{instance}"
+        where = (
+            "a GPU with an unreadable UUID" if position is None else f"{node.gpu_name(position)}{instance}"
+        )
         return f"XID {self.xid} on {where}"
 
 
@@ -91,18 +93,18 @@ class ReturnCode:
         "NAME", "A function, such as nvmlDeviceGetMemoryInfo; all is the default", name_text, default="all"
     )
     gpu: str = parameter(
-        "GPU", "Slot or UUID; all, the default, also means calls without a GPU", name_text, default="all"
+        "GPU", "Position or UUID; all, the default, also means calls without a GPU", name_text, default="all"
     )
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Force the answer, or end that."""
         function = None if self.call == "all" else self.call
-        slot = None if self.gpu == "all" else node.slot(self.gpu)
-        where = f"{function or 'every NVML call'} on {'every GPU' if slot is None else node.gpu_name(slot)}"
+        position = None if self.gpu == "all" else node.position(self.gpu)
+        where = f"{function or 'every NVML call'} on {'every GPU' if position is None else node.gpu_name(position)}"
         if self.code is None:
-            node.nvml.clear_return(function, gpu=slot)
+            node.nvml.clear_return(function, gpu=position)
             return f"{where} answers as usual"
-        node.nvml.set_return(function, self.code, gpu=slot)
+        node.nvml.set_return(function, self.code, gpu=position)
         return f"{where} answers code {self.code}"
 
 
@@ -114,7 +116,7 @@ class Hang:
     """Let the NVML calls on a GPU, or with the scope driver all of them, block until release."""
 
     scope: str = parameter("SCOPE", "gpu (the default) or driver", _SCOPE, default="gpu")
-    gpu: str | None = parameter("GPU", "Slot or UUID", name_text, default=None)
+    gpu: str | None = parameter("GPU", "Position or UUID", name_text, default=None)
 
     def __post_init__(self) -> None:
         if (self.scope == "gpu") != (self.gpu is not None):
@@ -122,9 +124,9 @@ class Hang:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Start the hang."""
-        slot = None if self.gpu is None else node.slot(self.gpu)
-        node.nvml.hang(gpu=slot)
-        return f"NVML calls {'of the whole driver' if slot is None else f'on {node.gpu_name(slot)}'} hang"
+        position = None if self.gpu is None else node.position(self.gpu)
+        node.nvml.hang(gpu=position)
+        return f"NVML calls {'of the whole driver' if position is None else f'on {node.gpu_name(position)}'} hang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class Release:
     """End the hang of a GPU, of the driver with the scope driver, or every hang."""
 
     scope: str | None = parameter("SCOPE", "gpu or driver; every hang is the default", _SCOPE, default=None)
-    gpu: str | None = parameter("GPU", "Slot or UUID", name_text, default=None)
+    gpu: str | None = parameter("GPU", "Position or UUID", name_text, default=None)
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.scope == "driver":
@@ -143,13 +145,13 @@ class Release:
     async def apply(self, node: "SimulatedNode") -> str:
         """End the hang."""
         if self.gpu is not None:
-            slot = node.slot(self.gpu)
-            node.nvml.release(gpu=slot)
-            return f"NVML calls on {node.gpu_name(slot)} answer again"
+            position = node.position(self.gpu)
+            node.nvml.release(gpu=position)
+            return f"NVML calls on {node.gpu_name(position)} answer again"
         node.nvml.release()
         if self.scope is None:
-            for slot in range(node.nvml.gpus):
-                node.nvml.release(gpu=slot)
+            for position in range(node.nvml.gpus):
+                node.nvml.release(gpu=position)
         return "NVML calls answer again"
 
 
@@ -157,31 +159,31 @@ class Release:
 class RemoveGpu:
     """Take a GPU off the bus: NVML no longer lists it, and its handles answer an error."""
 
-    gpu: str = parameter("GPU", "Slot or UUID", name_text)
+    gpu: str = parameter("GPU", "Position or UUID", name_text)
     code: int | None = parameter(
         "CODE", "What its handles answer, GPU_IS_LOST by default", _return_code, default=None
     )
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Hide it."""
-        slot = node.slot(self.gpu)
-        node.nvml.hide_gpu(slot, code=int(NvmlCode.GPU_IS_LOST) if self.code is None else self.code)
-        remove_pci_device(node.spec.gpus[slot], node.directory.sys)
-        return f"{node.gpu_name(slot)} is gone"
+        position = node.position(self.gpu)
+        node.nvml.hide_gpu(position, code=int(NvmlCode.GPU_IS_LOST) if self.code is None else self.code)
+        remove_pci_device(node.spec.gpus[position], node.directory.sys)
+        return f"{node.gpu_name(position)} is gone"
 
 
 @dataclass(frozen=True, slots=True)
 class AddGpu:
     """Bring a GPU back that was removed or not revealed."""
 
-    gpu: str = parameter("GPU", "Slot or UUID", name_text)
+    gpu: str = parameter("GPU", "Position or UUID", name_text)
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Show it."""
-        slot = node.slot(self.gpu)
-        write_pci_device(node.spec.gpus[slot], node.directory.sys)
-        node.nvml.reveal_gpu(slot)
-        return f"{node.gpu_name(slot)} is there"
+        position = node.position(self.gpu)
+        write_pci_device(node.spec.gpus[position], node.directory.sys)
+        node.nvml.reveal_gpu(position)
+        return f"{node.gpu_name(position)} is there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +198,11 @@ class Reveal:
             raise UsageError(
                 f"The simulated node has {counted(node.nvml.gpus, 'GPU')}, so it cannot reveal {self.gpus}"
             )
-        for slot in range(node.nvml.gpus):
-            if slot < self.gpus:
-                node.nvml.reveal_gpu(slot)
+        for position in range(node.nvml.gpus):
+            if position < self.gpus:
+                node.nvml.reveal_gpu(position)
             else:
-                node.nvml.hide_gpu(slot)
+                node.nvml.hide_gpu(position)
         return f"NVML lists {self.gpus} of {counted(node.nvml.gpus, 'GPU')}"
 
 

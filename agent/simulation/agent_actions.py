@@ -58,7 +58,10 @@ class AgentCommand:
 
     command: str = parameter("COMMAND", ", ".join(_COMMANDS), choice(*_COMMANDS))
     gpu: str | None = parameter(
-        "GPU", "Slot or UUID, for hold, unhold and recover; release: all by default", name_text, default=None
+        "GPU",
+        "Position or UUID, for hold, unhold and recover; release: all by default",
+        name_text,
+        default=None,
     )
     why: str | None = parameter("TEXT", "Why the GPU is held", _why, default=None)
     time: str | None = parameter(
@@ -79,7 +82,7 @@ class AgentCommand:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Send it, and wait for the agent's answer."""
-        gpu = None if self.gpu is None else node.nvml.uuid(node.slot(self.gpu))
+        gpu = None if self.gpu is None else node.nvml.uuid(node.position(self.gpu))
         socket = node.directory.agent / "control.sock"
         state = await state_of_agent(socket, SERVES_WITHIN_S)
         if self.command == KILL:

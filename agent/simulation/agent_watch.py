@@ -28,7 +28,7 @@ class AgentWatch:
     """Asks one agent over its control socket."""
 
     def __init__(self, control_socket: Path, uuids: tuple[str, ...]) -> None:
-        """``uuids`` are those of the node's GPUs by slot."""
+        """``uuids`` are those of the node's GPUs by position."""
         self._socket = control_socket
         self._uuids = uuids
         self._conditions: tuple[Condition, ...] = ()
@@ -67,19 +67,19 @@ class AgentWatch:
             if (
                 condition["code"] == expected.code
                 and expected.kind in (None, kind_of(condition))
-                and expected.gpu in (None, self.slot_of(condition))
+                and expected.gpu in (None, self.position_of(condition))
             ):
                 yield condition
 
-    def slot_of(self, condition: Condition) -> int | None:
-        """Return the slot of a condition's GPU."""
+    def position_of(self, condition: Condition) -> int | None:
+        """Return the position of a condition's GPU."""
         uuid = condition["gpu_uuid"]
         return self._uuids.index(uuid) if uuid in self._uuids else None
 
     def describe(self) -> str:
         """Return what the agent reported last, for the end of a sentence."""
         reported = [
-            f"{kind_of(each) or each['code']} on GPU {self.slot_of(each)}"
+            f"{kind_of(each) or each['code']} on GPU {self.position_of(each)}"
             for each in self._conditions[:MAX_DESCRIBED]
         ]
         return f"the agent reported {', '.join(reported) or 'no condition'}"

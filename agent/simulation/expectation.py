@@ -12,7 +12,7 @@ class ConditionExpectation:
     code: Reason
     kind: LeakKind | None = None
     gpu: int | None = None
-    """Its slot."""
+    """Its position."""
     active: bool = True
 
     def __str__(self) -> str:

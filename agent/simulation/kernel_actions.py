@@ -49,22 +49,22 @@ class KernelXid:
     """Write an XID of a GPU into the kernel log, and nothing to NVML; 79 as the two lines it has."""
 
     xid: int = parameter("XID", "The error's number, such as 79", _XID)
-    gpu: str = parameter("GPU", "Slot or UUID", name_text)
+    gpu: str = parameter("GPU", "Position or UUID", name_text)
     gi: int | None = parameter("N", "GPU instance of the MIG device", _INSTANCE, default=None)
     ci: int | None = parameter("N", "Compute instance of the MIG device", _INSTANCE, default=None)
     text: str = parameter("TEXT", "What the line says after the number", _log_text, default="")
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Write it as the driver does."""
-        slot = node.slot(self.gpu)
-        pci = node.spec.gpus[slot].pci_bus_id
+        position = node.position(self.gpu)
+        pci = node.spec.gpus[position].pci_bus_id
         instance = "" if self.gi is None else f" GPU-I:{self.gi:02}"
         instance += "" if self.ci is None else f" GPU-CI:{self.ci:02}"
         said = self.text or f"pid='<unknown>', name=<unknown>, {_MEANS.get(self.xid, 'simulated')}"
         node.kernel_log.write(f"NVRM: Xid (PCI:{pci.rpartition('.')[0]}{instance}): {self.xid}, {said}")
         if self.xid == FALLEN_OFF:
             node.kernel_log.write(f"NVRM: GPU {pci}: GPU has fallen off the bus.")
-        return f"The kernel log has XID {self.xid} of {node.gpu_name(slot)}"
+        return f"The kernel log has XID {self.xid} of {node.gpu_name(position)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,38 +83,38 @@ class KernelLogText:
 class Unbind:
     """Take a GPU from NVIDIA's driver: NVML no longer lists it, and no or another driver has it."""
 
-    gpu: str = parameter("GPU", "Slot or UUID", name_text)
+    gpu: str = parameter("GPU", "Position or UUID", name_text)
     driver: str | None = parameter("NAME", "Its new driver, such as vfio-pci", name_text, default=None)
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Hide it and change the link of its PCI device."""
-        slot = node.slot(self.gpu)
+        position = node.position(self.gpu)
         if self.driver is not None and ("/" in self.driver or self.driver in {DRIVER, ".", ".."}):
             raise UsageError(f"{self.driver[:80]} is no other driver; name one such as vfio-pci")
-        node.nvml.hide_gpu(slot)
-        _bind(node, slot, self.driver)
-        return f"{node.gpu_name(slot)} is bound to {self.driver or 'no driver'}"
+        node.nvml.hide_gpu(position)
+        _bind(node, position, self.driver)
+        return f"{node.gpu_name(position)} is bound to {self.driver or 'no driver'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
     """Bind a GPU to NVIDIA's driver, also one that is bound to it already: it is initialised anew."""
 
-    gpu: str = parameter("GPU", "Slot or UUID", name_text)
+    gpu: str = parameter("GPU", "Position or UUID", name_text)
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Change the link of its PCI device and show it."""
-        slot = node.slot(self.gpu)
-        _bind(node, slot, DRIVER)
-        node.nvml.reveal_gpu(slot)
-        return f"{node.gpu_name(slot)} is bound to {DRIVER}"
+        position = node.position(self.gpu)
+        _bind(node, position, DRIVER)
+        node.nvml.reveal_gpu(position)
+        return f"{node.gpu_name(position)} is bound to {DRIVER}"
 
 
-def _bind(node: "SimulatedNode", slot: int, driver: str | None) -> None:
+def _bind(node: "SimulatedNode", position: int, driver: str | None) -> None:
     try:
-        bind_pci_device(node.spec.gpus[slot], node.directory.sys, driver)
+        bind_pci_device(node.spec.gpus[position], node.directory.sys, driver)
     except FileNotFoundError:
-        raise UsageError(f"{node.gpu_name(slot)} is not on the bus; bring it back with add-gpu") from None
+        raise UsageError(f"{node.gpu_name(position)} is not on the bus; bring it back with add-gpu") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,23 +191,23 @@ class SimulatedNode:
         """Do the action of a name with its parameters as text; see ``apply``."""
         return await self.apply(parse(name, given))
 
-    def slot(self, gpu: str) -> int:
-        """Return the slot of a GPU that is given by slot or UUID; raises UsageError for an unknown one."""
-        slots = range(self.nvml.gpus)
-        if gpu.isascii() and gpu.isdigit() and len(gpu) < 9 and int(gpu) in slots:
+    def position(self, gpu: str) -> int:
+        """Return the position of a GPU that is given by position or UUID; raises UsageError for an unknown one."""
+        positions = range(self.nvml.gpus)
+        if gpu.isascii() and gpu.isdigit() and len(gpu) < 9 and int(gpu) in positions:
             return int(gpu)
-        for slot in slots:
-            if self.nvml.uuid(slot).lower() == gpu.lower():
-                return slot
+        for position in positions:
+            if self.nvml.uuid(position).lower() == gpu.lower():
+                return position
         raise UsageError(
-            f"There is no GPU {gpu[:80]} on the simulated node; it has 0 to {slots[-1]}"
-            if slots
+            f"There is no GPU {gpu[:80]} on the simulated node; it has 0 to {positions[-1]}"
+            if positions
             else "The simulated node has no GPU"
         )
 
-    def gpu_name(self, slot: int) -> str:
-        """Return a GPU's name for people: slot and UUID."""
-        return f"GPU {slot} ({self.nvml.uuid(slot)})"
+    def gpu_name(self, position: int) -> str:
+        """Return a GPU's name for people: position and UUID."""
+        return f"GPU {position} ({self.nvml.uuid(position)})"
 
     # What it reports.
 
@@ -263,7 +263,8 @@ class SimulatedNode:
             "kind": "node",
             "label": self._label,
             "gpus": [
-                {"gpu": slot, "uuid": gpu.uuid, "model": gpu.name} for slot, gpu in enumerate(self.spec.gpus)
+                {"gpu": position, "uuid": gpu.uuid, "model": gpu.name}
+                for position, gpu in enumerate(self.spec.gpus)
             ],
         }
 
@@ -301,12 +302,12 @@ class SimulatedNode:
         }
 
     def _places(self) -> dict[str, int]:
-        """Return the slot of every UUID, those of MIG devices included."""
+        """Return the position of every UUID, those of MIG devices included."""
         places: dict[str, int] = {}
-        for slot in range(self.nvml.gpus):
-            places[self.nvml.uuid(slot)] = slot
-            for row in range(self.nvml.number(slot, "mig_count")):
-                places[self.nvml.text(slot, "mig_uuid", row)] = slot
+        for position in range(self.nvml.gpus):
+            places[self.nvml.uuid(position)] = position
+            for row in range(self.nvml.number(position, "mig_count")):
+                places[self.nvml.text(position, "mig_uuid", row)] = position
         return places
 
 

@@ -73,7 +73,7 @@ class ProcessCommand:
     command: str = parameter("COMMAND", ", ".join(_COMMANDS), choice(*_COMMANDS))
     name: str = parameter("NAME", "What the process is called here", name_text)
     gpu: str | None = parameter(
-        "GPU", "Slot or UUID; the one it was started on is the default", name_text, default=None
+        "GPU", "Position or UUID; the one it was started on is the default", name_text, default=None
     )
     contexts: int | None = parameter(
         "N", "How many; 1 by default, to free all", whole_number(0, MAX_CONTEXTS), default=None
@@ -113,10 +113,10 @@ class ProcessCommand:
         return done
 
     async def _start(self, node: "SimulatedNode") -> str:
-        slot = node.slot(self.gpu or "")
+        position = node.position(self.gpu or "")
         started = await node.processes.start(
             self.name,
-            [slot],
+            [position],
             contexts=1 if self.contexts is None else self.contexts,
             comm=self.comm,
             pod=self.pod,
@@ -125,7 +125,7 @@ class ProcessCommand:
             ci=self.ci,
         )
         where = f" of pod {self.pod}" if self.pod else ""
-        return f"{started.title}{where} runs on {node.gpu_name(slot)}"
+        return f"{started.title}{where} runs on {node.gpu_name(position)}"
 
     async def _execute(self, node: "SimulatedNode", owner: NodeProcess) -> str:
         match self.command:
@@ -153,22 +153,22 @@ class ProcessCommand:
                 return f"{owner.title} did {self.command}"
 
     async def _change(self, node: "SimulatedNode", owner: NodeProcess) -> str:
-        slot = owner.slots[0] if self.gpu is None else node.slot(self.gpu)
+        position = owner.positions[0] if self.gpu is None else node.position(self.gpu)
         number = 1 if self.contexts is None else self.contexts
-        where = node.gpu_name(slot)
+        where = node.gpu_name(position)
         if self.command == "free":
             freed = await owner.process.destroy(
-                None if self.contexts is None else self.contexts, minor=node.spec.gpus[slot].minor
+                None if self.contexts is None else self.contexts, minor=node.spec.gpus[position].minor
             )
             return f"{owner.title} destroyed {counted(freed, 'context')} on {where}"
         if self.command == "leak":
             every_s = 1.0 if self.every is None else self.every
-            await node.processes.leak(owner, slot, number, every_s)
+            await node.processes.leak(owner, position, number, every_s)
             return (
                 f"{owner.title} creates {counted(number, 'context')} on {where}, one every {every_s:g} s,"
                 " and frees none"
             )
-        await node.processes.create(owner, slot, number)
+        await node.processes.create(owner, position, number)
         return f"{owner.title} created {counted(number, 'context')} on {where}"
 
 

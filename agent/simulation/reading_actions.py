@@ -47,7 +47,7 @@ _FABRIC: Final = choice(*get_args(FabricState))
 
 
 def _gpu() -> Any:
-    return parameter("GPU", "Slot or UUID", name_text)
+    return parameter("GPU", "Position or UUID", name_text)
 
 
 def _recovery_action(text: str) -> int | None:
@@ -85,10 +85,10 @@ class RecoveryAction:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Set the field."""
-        slot = node.slot(self.gpu)
-        node.nvml.set_recovery_action(slot, self.action)
+        position = node.position(self.gpu)
+        node.nvml.set_recovery_action(position, self.action)
         what = "is not offered" if self.action is None else f"is {self.action}"
-        return f"The recovery action of {node.gpu_name(slot)} {what}"
+        return f"The recovery action of {node.gpu_name(position)} {what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +105,16 @@ class Ecc:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Set the counter."""
-        slot = node.slot(self.gpu)
+        position = node.position(self.gpu)
         node.nvml.set_ecc(
-            slot,
+            position,
             self.count,
             kind=cast("EccType", self.kind),
             counter=cast("EccCounter", self.counter),
             location=cast("EccLocation", self.location),
         )
         return (
-            f"{node.gpu_name(slot)} counts {counted(self.count, f'{self.kind} ECC error')} "
+            f"{node.gpu_name(position)} counts {counted(self.count, f'{self.kind} ECC error')} "
             f"({self.counter}, {self.location})"
         )
 
@@ -130,15 +130,15 @@ class RemappedRows:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Set the four values."""
-        slot = node.slot(self.gpu)
+        position = node.position(self.gpu)
         node.nvml.set_remapped_rows(
-            slot,
+            position,
             correctable=self.correctable,
             uncorrectable=self.uncorrectable,
             pending=self.state == "pending",
             failed=self.state == "failed",
         )
-        return f"Row remapping of {node.gpu_name(slot)}: {self.state}"
+        return f"Row remapping of {node.gpu_name(position)}: {self.state}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +150,9 @@ class Temperature:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Set it."""
-        slot = node.slot(self.gpu)
-        node.nvml.set_temperature(slot, self.celsius)
-        return f"{node.gpu_name(slot)} has {self.celsius} C"
+        position = node.position(self.gpu)
+        node.nvml.set_temperature(position, self.celsius)
+        return f"{node.gpu_name(position)} has {self.celsius} C"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +164,9 @@ class ClockReasons:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Set the bit mask."""
-        slot = node.slot(self.gpu)
-        node.nvml.set_clock_reasons(slot, self.reasons)
-        return f"The clock event reasons of {node.gpu_name(slot)} are {self.reasons:#x}"
+        position = node.position(self.gpu)
+        node.nvml.set_clock_reasons(position, self.reasons)
+        return f"The clock event reasons of {node.gpu_name(position)} are {self.reasons:#x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +179,12 @@ class NvLink:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Set the state of the links."""
-        slot = node.slot(self.gpu)
-        links = range(node.nvml.number(slot, "links")) if self.link is None else (self.link,)
+        position = node.position(self.gpu)
+        links = range(node.nvml.number(position, "links")) if self.link is None else (self.link,)
         for link in links:
-            node.nvml.set_nvlink(slot, link, up=self.state == "up")
+            node.nvml.set_nvlink(position, link, up=self.state == "up")
         which = counted(len(links), "NVLink") if self.link is None else f"NVLink {self.link}"
-        return f"{which} of {node.gpu_name(slot)}: {self.state}"
+        return f"{which} of {node.gpu_name(position)}: {self.state}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +197,9 @@ class Fabric:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Set state and status."""
-        slot = node.slot(self.gpu)
-        node.nvml.set_fabric(slot, cast("FabricState", self.state), status=self.status)
-        return f"The fabric of {node.gpu_name(slot)}: {self.state}, status {self.status}"
+        position = node.position(self.gpu)
+        node.nvml.set_fabric(position, cast("FabricState", self.state), status=self.status)
+        return f"The fabric of {node.gpu_name(position)}: {self.state}, status {self.status}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +214,11 @@ class Pcie:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Set the link."""
-        slot = node.slot(self.gpu)
-        now = node.nvml.number(slot, "pcie_generation")
+        position = node.position(self.gpu)
+        now = node.nvml.number(position, "pcie_generation")
         generation = now if self.generation is None else self.generation
-        node.nvml.set_pcie(slot, generation=generation, width=self.width)
-        return f"The PCIe link of {node.gpu_name(slot)} is x{self.width}, generation {generation}"
+        node.nvml.set_pcie(position, generation=generation, width=self.width)
+        return f"The PCIe link of {node.gpu_name(position)} is x{self.width}, generation {generation}"
 
 
 READING_ACTIONS: Final = (

@@ -2,7 +2,7 @@
 
 *Invariants*
 - Device nodes are empty regular files, so opening them needs no rightsand means nothing.
-- MIG capability minors are numbered as the driver does it (see `capability_minors`), for each slot's minor.
+- MIG capability minors are numbered as the driver does it (see `capability_minors`), for each position's minor.
 - A module that is loaded again and a device that is bound again are other inodes than before, as in sysfs.
 - Nothing outside the four roots is touched.
 
@@ -47,9 +47,9 @@ def write_dev(spec: NodeSpec, dev_root: Path) -> None:
     dev_root.mkdir(parents=True, exist_ok=True)
     for name in DEVICE_FILES:
         (dev_root / name).touch()
-    for slot, gpu in enumerate(spec.gpus):
+    for position, gpu in enumerate(spec.gpus):
         (dev_root / f"nvidia{gpu.minor}").touch()
-        write_mig_devices(gpu.minor, _placed(slot, gpu), dev_root)
+        write_mig_devices(gpu.minor, _placed(position, gpu), dev_root)
         _write_graphics_nodes(gpu, dev_root / "dri")
 
 
@@ -205,9 +205,9 @@ def write_proc(spec: NodeSpec, proc_root: Path) -> None:
     version = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {spec.driver_version}\n"
     (driver / "version").write_text(version, encoding="ascii")
     (driver / "params").write_text('ExcludedGpus: ""\n', encoding="ascii")
-    for slot, gpu in enumerate(spec.gpus):
+    for position, gpu in enumerate(spec.gpus):
         _write_information(gpu, driver / "gpus" / gpu.pci_bus_id)
-        write_mig_capabilities(gpu.minor, _placed(slot, gpu), proc_root)
+        write_mig_capabilities(gpu.minor, _placed(position, gpu), proc_root)
     _write_minors(spec, proc_root / "driver" / "nvidia-caps")
 
 
@@ -267,7 +267,7 @@ def _gpu_minor(minor: int) -> int:
     return _FIRST_MINOR + minor * _GPU_INSTANCES * (1 + _COMPUTE_INSTANCES)
 
 
-def _placed(slot: int, gpu: GpuSpec) -> tuple[PlacedMigDevice, ...]:
+def _placed(position: int, gpu: GpuSpec) -> tuple[PlacedMigDevice, ...]:
     if gpu.mig is None or not gpu.mig.enabled:
         return ()
-    return place_mig_devices(slot, gpu.mig.profiles, gpu.mig.devices)
+    return place_mig_devices(position, gpu.mig.profiles, gpu.mig.devices)

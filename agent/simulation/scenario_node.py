@@ -63,7 +63,7 @@ def load(name: str, flags: Mapping[str, str]) -> ScenarioNode:
 def healthy_snapshot(spec: NodeSpec, policy: Policy) -> Snapshot:
     """Return the snapshot of a node whose GPUs were all found and probed, and are healthy."""
     cuda = spec.cuda_version
-    gpus = tuple(gpu_of(slot, gpu) for slot, gpu in enumerate(spec.gpus))
+    gpus = tuple(gpu_of(position, gpu) for position, gpu in enumerate(spec.gpus))
     emitted: tuple[facts.Fact, ...] = (
         facts.DriverReady(spec.driver_version, spec.nvml_version, (cuda // 1000, cuda % 1000 // 10)),
         facts.GpusEnumerated(gpus, control_nodes=tuple(f"/dev/{name}" for name in roots.DEVICE_FILES)),
@@ -76,13 +76,13 @@ def healthy_snapshot(spec: NodeSpec, policy: Policy) -> Snapshot:
     return snapshot_of(state)
 
 
-def gpu_of(slot: int, spec: GpuSpec) -> Gpu:
-    """Return the GPU of a slot as NVML reports it at the start, when its index is its slot."""
+def gpu_of(position: int, spec: GpuSpec) -> Gpu:
+    """Return the GPU of a position as NVML reports it at the start, when its index is its position."""
     mig = spec.mig if spec.mig is not None and spec.mig.enabled else None
-    placed = place_mig_devices(slot, mig.profiles, mig.devices) if mig is not None else ()
+    placed = place_mig_devices(position, mig.profiles, mig.devices) if mig is not None else ()
     return Gpu(
         uuid=GpuUuid(spec.uuid),
-        index=slot,
+        index=position,
         minor=spec.minor,
         name=spec.name,
         pci=pci_sysfs_name(spec.pci_bus_id),

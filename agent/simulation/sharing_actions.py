@@ -42,7 +42,7 @@ def _profiles(text: str) -> tuple[str, ...]:
 class Mig:
     """Reconfigure MIG on a GPU: the devices it has from now on, handles from before are invalid."""
 
-    gpu: str = parameter("GPU", "Slot or UUID; all: one after the other", name_text)
+    gpu: str = parameter("GPU", "Position or UUID; all: one after the other", name_text)
     devices: tuple[str, ...] = parameter(
         "LIST",
         "Profiles in order, such as 3g.40gb,2x1g.10gb; none: MIG on without devices; off",
@@ -51,23 +51,23 @@ class Mig:
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Place the devices."""
-        slots = range(node.nvml.gpus) if self.gpu == ALL else (node.slot(self.gpu),)
-        for slot in slots:
-            self._apply_to(node, slot)
-        which = "every GPU" if self.gpu == ALL else node.gpu_name(slots[0])
+        positions = range(node.nvml.gpus) if self.gpu == ALL else (node.position(self.gpu),)
+        for position in positions:
+            self._apply_to(node, position)
+        which = "every GPU" if self.gpu == ALL else node.gpu_name(positions[0])
         return f"MIG of {which} is {', '.join(self.devices)}"
 
-    def _apply_to(self, node: "SimulatedNode", slot: int) -> None:
-        gpu = node.spec.gpus[slot]
+    def _apply_to(self, node: "SimulatedNode", position: int) -> None:
+        gpu = node.spec.gpus[position]
         if gpu.mig is None:
-            raise UsageError(f"{node.gpu_name(slot)}, a {gpu.name}, cannot do MIG")
+            raise UsageError(f"{node.gpu_name(position)}, a {gpu.name}, cannot do MIG")
         names = () if self.devices in (("off",), ("none",)) else self.devices
         devices = [MigDeviceSpec(profile=name) for name in names]
         try:
-            placed = place_mig_devices(slot, gpu.mig.profiles, devices)
-            node.nvml.set_mig(slot, devices, enabled=self.devices != ("off",))
+            placed = place_mig_devices(position, gpu.mig.profiles, devices)
+            node.nvml.set_mig(position, devices, enabled=self.devices != ("off",))
         except PresetError as error:
-            raise UsageError(f"MIG of {node.gpu_name(slot)} cannot be set: {error}") from None
+            raise UsageError(f"MIG of {node.gpu_name(position)} cannot be set: {error}") from None
         write_mig_devices(gpu.minor, placed, node.directory.dev)
         node.show_capabilities()
         write_mig_capabilities(gpu.minor, placed, node.directory.proc)

@@ -29,7 +29,7 @@ ANY_PORT: Final = "127.0.0.1:0"
 AGENT_PATIENCE_S: Final = 6.0
 """The agent promises to be gone within five seconds of SIGTERM."""
 SIMULATE_PATIENCE_S: Final = 8.0
-_LOOK_FOR_LISTENER_S: Final = 0.5
+_LISTENER_POLL_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class _Agent:
             if address is not None:
                 tables.set_agent(f"agent: process {child.pid}, http://{address}/preflight")
                 return
-            await asyncio.sleep(_LOOK_FOR_LISTENER_S)
+            await asyncio.sleep(_LISTENER_POLL_S)
 
 
 async def _with_agent(wanted: Demo, simulate: Child, environment: dict[str, str], stop: StopSignals) -> None:

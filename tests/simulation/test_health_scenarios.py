@@ -11,7 +11,7 @@ import pytest
 from tests.harness import PATIENCE_S, Command, play_scenario, running_command
 
 U3 = "GPU-00000000-0000-4000-8000-000000000003"
-ALL_HEALTHY, ONE_OUT, NONE_HEALTHY = (8, 8), (8, 7), (8, 0)
+ALL_HEALTHY, ONE_UNHEALTHY, NONE_HEALTHY = (8, 8), (8, 7), (8, 0)
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def counts(result: Command) -> list[tuple[int, int]]:
     return [(line["capacity"], line["allocatable"]) for line in result.lines]
 
 
-def assert_out_and_back(seen: list[tuple[int, int]]) -> None:
+def assert_fails_and_recovers(seen: list[tuple[int, int]]) -> None:
     """Assert that all failed at once and recovered: together, or where that takes long those that can."""
     assert seen[:2] == [ALL_HEALTHY, NONE_HEALTHY]
     assert seen[-1] == ALL_HEALTHY
@@ -34,7 +34,7 @@ def reasons(line: dict[str, Any]) -> dict[str, str]:
 async def test_a_gpu_that_was_reset_comes_back_without_any_restart(node_dir: Path) -> None:
     result = await play_scenario("recover", node_dir)
 
-    assert counts(result) == [ALL_HEALTHY, ONE_OUT, ALL_HEALTHY]
+    assert counts(result) == [ALL_HEALTHY, ONE_UNHEALTHY, ALL_HEALTHY]
     (device,) = result.lines[1]["unhealthy"]
     assert device.items() >= {"id": U3, "reason": "xid", "number": 119, "evidence": "hard"}.items()
 
@@ -44,28 +44,35 @@ async def test_a_driver_that_hangs_as_a_whole_makes_every_device_unhealthy_until
 ) -> None:
     result = await play_scenario("nvml-hang-driver", node_dir)
 
-    assert_out_and_back(counts(result))
+    assert_fails_and_recovers(counts(result))
     assert set(reasons(result.lines[1]).values()) == {"driver_hung"}
 
 
 async def test_a_gpu_that_nvml_lists_no_more_stays_known_and_is_lost(node_dir: Path) -> None:
     result = await play_scenario("gpu-lost", node_dir)
 
-    assert counts(result) == [ALL_HEALTHY, ONE_OUT]
+    assert counts(result) == [ALL_HEALTHY, ONE_UNHEALTHY]
     assert reasons(result.lines[1]) == {U3: "gpu_lost"}
 
 
 async def test_a_driver_is_loaded_anew_under_a_running_agent(node_dir: Path) -> None:
     result = await play_scenario("driver-reload", node_dir)
 
-    assert_out_and_back(counts(result))
+    assert_fails_and_recovers(counts(result))
     assert set(reasons(result.lines[1]).values()) == {"maintenance"}
 
 
 async def test_a_gpu_that_fails_again_and_again_stays_unhealthy_although_it_answers(node_dir: Path) -> None:
     result = await play_scenario("flapping", node_dir)
 
-    assert counts(result) == [ALL_HEALTHY, ONE_OUT, ALL_HEALTHY, ONE_OUT, ALL_HEALTHY, ONE_OUT]
+    assert counts(result) == [
+        ALL_HEALTHY,
+        ONE_UNHEALTHY,
+        ALL_HEALTHY,
+        ONE_UNHEALTHY,
+        ALL_HEALTHY,
+        ONE_UNHEALTHY,
+    ]
     assert [reasons(result.lines[at]) for at in (1, 3, 5)] == [
         {U3: "nvml_error"},
         {U3: "nvml_error"},
@@ -76,7 +83,7 @@ async def test_a_gpu_that_fails_again_and_again_stays_unhealthy_although_it_answ
 async def test_a_gpu_is_unhealthy_for_as_long_as_an_operator_holds_it(node_dir: Path) -> None:
     result = await play_scenario("hold", node_dir)
 
-    assert counts(result) == [ALL_HEALTHY, ONE_OUT, ALL_HEALTHY]
+    assert counts(result) == [ALL_HEALTHY, ONE_UNHEALTHY, ALL_HEALTHY]
     (device,) = result.lines[1]["unhealthy"]
     assert device.items() >= {"id": U3, "reason": "held"}.items()
     assert "fan is noisy" in device["message"]
@@ -87,7 +94,7 @@ async def test_a_gpu_unhealthy_at_the_kill_of_the_agent_is_so_from_the_first_lis
 ) -> None:
     result = await play_scenario("kill-restart", node_dir)
 
-    assert counts(result) == [ALL_HEALTHY, ONE_OUT, NONE_HEALTHY, ONE_OUT]
+    assert counts(result) == [ALL_HEALTHY, ONE_UNHEALTHY, NONE_HEALTHY, ONE_UNHEALTHY]
     assert reasons(result.lines[1]) == reasons(result.lines[3]) == {U3: "xid"}
     assert set(reasons(result.lines[2]).values()) == {"unknown"}
 
@@ -141,7 +148,11 @@ async def test_a_gpu_that_hangs_is_unhealthy_until_it_answers_and_the_agent_is_l
         _, err = await process.communicate()
 
     assert (process.returncode, err) == (0, b"")
-    assert [(line["capacity"], line["allocatable"]) for line in lines] == [ALL_HEALTHY, ONE_OUT, ALL_HEALTHY]
+    assert [(line["capacity"], line["allocatable"]) for line in lines] == [
+        ALL_HEALTHY,
+        ONE_UNHEALTHY,
+        ALL_HEALTHY,
+    ]
     assert reasons(lines[1]) == {U3: "nvml_timeout"}
     assert set(before) - {None} == {200}
     assert len(while_out) > 5

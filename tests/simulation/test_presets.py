@@ -40,7 +40,7 @@ def test_every_preset_that_comes_with_the_package_loads() -> None:
         assert isinstance(load_preset(name), NodeSpec)
 
 
-def test_uuids_follow_from_the_slot() -> None:
+def test_uuids_follow_from_the_position() -> None:
     assert load_preset("dgx-h100").gpus[7].uuid == "GPU-00000000-0000-4000-8000-000000000007"
 
 

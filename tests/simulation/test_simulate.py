@@ -242,7 +242,7 @@ async def test_an_action_the_node_cannot_do_now_is_rejected_in_a_sentence() -> N
         ("kubelet", {}, "kubelet is no action"),
         ("kubelet restrat", {}, "kubelet restrat is no action (did you mean kubelet restart?)"),
         ("kubelet restart", {"downtime": "soon"}, "must be a duration like 2s or 500ms"),
-        ("xid", {"xid": "79"}, "xid needs gpu: Slot or UUID; "),
+        ("xid", {"xid": "79"}, "xid needs gpu: Position or UUID; "),
         ("xid", {"gpu": "1"}, "xid needs a value: The error's number, such as 79"),
         ("xid", {"xid": "0", "gpu": "1"}, 'xid must be a whole number between 1 and 65535, not "0"'),
         (

@@ -23,11 +23,11 @@ from agent.simulation.driver_double.caller import descriptor_of, read_memory, th
 from agent.simulation.driver_double.fuse import Ioctl, IoctlAnswer
 from agent.simulation.driver_double.kept import Asking, KeptFile
 from agent.simulation.driver_double.nodes import Gpu
-from agent.simulation.driver_double.resources import Refused, ResourceManager
+from agent.simulation.driver_double.resources import Rejected, ResourceManager
 from agent.simulation.driver_double.unified_memory import UnifiedMemory
 
 MAX_FILES: Final = 65_536
-"""Open files at a time; one more is refused."""
+"""Open files at a time; one more is rejected."""
 MAX_PROCESSES: Final = 65_536
 """Processes with counts of their own; those of one more are counted in the total alone."""
 
@@ -182,8 +182,8 @@ class Driver:
             else:
                 instance = self._instance(call, parameters) if rm_class == abi.DEVICE else None
                 handle = self.rm.allocate(self._owner(call.file), client, parent, handle, rm_class, instance)
-        except Refused as refusal:
-            status = refusal.status
+        except Rejected as rejection:
+            status = rejection.status
         else:
             self._count(call.thread, "allocs")
             self._count(call.thread, "contexts_allocated", int(rm_class == abi.CONTEXT_SHARE))
@@ -199,9 +199,9 @@ class Driver:
         try:
             (instance,) = struct.unpack("=I", read_memory(call.thread, parameters, 4))
         except OSError:
-            raise self.rm.refuse(abi.INVALID_ADDRESS) from None
+            raise self.rm.reject(abi.INVALID_ADDRESS) from None
         if instance not in {gpu.instance for gpu in self._gpus}:
-            raise self.rm.refuse(abi.INVALID_DEVICE)
+            raise self.rm.reject(abi.INVALID_DEVICE)
         return int(instance)
 
     def _free(self, call: Ioctl) -> IoctlAnswer:
@@ -216,8 +216,8 @@ class Driver:
         try:
             owner = self._owner(call.file)
             handle = self.rm.duplicate(owner, client, parent, handle, source_client, source)
-        except Refused as refusal:
-            status = refusal.status
+        except Rejected as rejection:
+            status = rejection.status
         return IoctlAnswer(abi.DUP_STRUCT.pack(client, parent, handle, source_client, source, flags, status))
 
     def _control(self, call: Ioctl) -> IoctlAnswer:
@@ -237,7 +237,7 @@ class Driver:
             (gpu_id,) = struct.unpack("=I", read_memory(call.thread, parameters, 4))
             found = next((gpu for gpu in self._gpus if gpu.gpu_id == gpu_id), None)
             if found is None:
-                raise self.rm.refuse(abi.INVALID_ARGUMENT)
+                raise self.rm.reject(abi.INVALID_ARGUMENT)
             answer = abi.ID_INFO_HEAD.pack(gpu_id, abi.GPU_IN_USE, found.instance, 0)
         elif command in {abi.GET_ATTACHED_IDS, abi.GET_PROBED_IDS}:
             ids = [gpu.gpu_id for gpu in self._gpus][: abi.MAX_GPU_IDS]
@@ -246,16 +246,16 @@ class Driver:
         else:
             return
         if size < len(answer):
-            raise self.rm.refuse(abi.INVALID_ARGUMENT)
+            raise self.rm.reject(abi.INVALID_ARGUMENT)
         write_memory(call.thread, parameters, answer)
 
     def _status(self, act: Callable[[], None]) -> int:
         try:
             act()
-        except Refused as refusal:
-            return refusal.status
+        except Rejected as rejection:
+            return rejection.status
         except OSError:
-            return self.rm.refuse(abi.INVALID_ADDRESS).status
+            return self.rm.reject(abi.INVALID_ADDRESS).status
         return abi.OK
 
     def _allocate_memory(self, call: Ioctl) -> IoctlAnswer:

@@ -1,13 +1,13 @@
 """A miniature of the driver's resource manager (RM): clients, trees of objects, and the books on them. Pure.
 
 It behaves as the driver does at the level that a probe of its calls sees: a client belongs to one open file,
-a handle used through another file is refused, freeing an object frees what is below it, freeing an unknown
+a handle used through another file is rejected, freeing an object frees what is below it, freeing an unknown
 handle is no error, a copy lives on its own, and the end of the file frees its clients.
 
 *Invariants*
 - Every object but its client has a parent that lives.
 - ``allocated - freed`` of contexts is the number that lives, always.
-- Clients and objects are bounded; over that, allocations are refused as by a driver that is out of resources.
+- Clients and objects are bounded; over that, allocations are rejected as by a driver that is out of resources.
 
 Sources: open-gpu-kernel-modules, rs_server.c, rs_client.c, escape.c.
 """
@@ -41,7 +41,7 @@ class _Client:
 
 @dataclass(slots=True)
 class Counts:
-    """What was granted since the start, refusals apart."""
+    """What was granted since the start, rejections apart."""
 
     allocated: int = 0
     """Objects, clients among them, by ALLOC and by DUP."""
@@ -51,7 +51,7 @@ class Counts:
     """FREE calls that ended something."""
     contexts_allocated: int = 0
     contexts_freed: int = 0
-    refused: int = 0
+    rejected: int = 0
     """Calls answered with a status other than 0."""
 
 
@@ -75,7 +75,7 @@ class LiveClient(NamedTuple):
     objects: int
 
 
-class Refused(Exception):  # noqa: N818 - it is a status, not an error of ours
+class Rejected(Exception):  # noqa: N818 - it is a status, not an error of ours
     """The RM does not grant a call."""
 
     def __init__(self, status: int) -> None:
@@ -84,7 +84,7 @@ class Refused(Exception):  # noqa: N818 - it is a status, not an error of ours
 
 
 class ResourceManager:
-    """See the module. Methods raise Refused."""
+    """See the module. Methods raise Rejected."""
 
     def __init__(self) -> None:
         self.counts = Counts()
@@ -97,7 +97,7 @@ class ResourceManager:
     def allocate_client(self, file: int, pid: int) -> int:
         """Make a client of an open file; returns its handle."""
         if len(self._clients) >= MAX_CLIENTS:
-            raise self._refusal(abi.INSUFFICIENT_RESOURCES)
+            raise self._rejection(abi.INSUFFICIENT_RESOURCES)
         handle = self._next_client
         self._next_client += 1
         self._clients[handle] = _Client(file, pid, {})
@@ -111,11 +111,11 @@ class ResourceManager:
         """Make an object below another one; a handle of 0 is chosen. Returns the handle."""
         owner = self._client(file, client)
         if parent not in owner.objects:
-            raise self._refusal(abi.INVALID_OBJECT_PARENT)
+            raise self._rejection(abi.INVALID_OBJECT_PARENT)
         if handle in owner.objects:
-            raise self._refusal(abi.INSERT_DUPLICATE_NAME)
+            raise self._rejection(abi.INSERT_DUPLICATE_NAME)
         if self._objects >= MAX_OBJECTS:
-            raise self._refusal(abi.INSUFFICIENT_RESOURCES)
+            raise self._rejection(abi.INSUFFICIENT_RESOURCES)
         handle = handle or self._chosen()
         self._add(owner, handle, _Object(rm_class, parent, instance))
         owner.objects[parent].children.add(handle)
@@ -127,10 +127,10 @@ class ResourceManager:
         """Copy another client's object below one of this client's; returns the copy's handle."""
         other = self._clients.get(source_client)
         if other is None:
-            raise self._refusal(abi.INVALID_CLIENT)
+            raise self._rejection(abi.INVALID_CLIENT)
         found = other.objects.get(source)
         if found is None:
-            raise self._refusal(abi.OBJECT_NOT_FOUND)
+            raise self._rejection(abi.OBJECT_NOT_FOUND)
         return self.allocate(file, client, parent, handle, found.rm_class, found.instance)
 
     def free(self, file: int, client: int, handle: int) -> None:
@@ -145,7 +145,7 @@ class ResourceManager:
             self._end(owner, handle)
 
     def check(self, file: int, client: int) -> None:
-        """Raise Refused unless the client may be used through this file."""
+        """Raise Rejected unless the client may be used through this file."""
         self._client(file, client)
 
     def has(self, client: int, handle: int) -> bool:
@@ -158,9 +158,9 @@ class ResourceManager:
         for client in self._of_file.pop(file, ()):
             self._end_client(client)
 
-    def refuse(self, status: int) -> Refused:
-        """Return what to raise for a call that is refused before it comes here."""
-        return self._refusal(status)
+    def reject(self, status: int) -> Rejected:
+        """Return what to raise for a call that is rejected before it comes here."""
+        return self._rejection(status)
 
     # The books
 
@@ -178,14 +178,14 @@ class ResourceManager:
 
     # Inside
 
-    def _refusal(self, status: int) -> Refused:
-        self.counts.refused += 1
-        return Refused(status)
+    def _rejection(self, status: int) -> Rejected:
+        self.counts.rejected += 1
+        return Rejected(status)
 
     def _client(self, file: int, client: int) -> _Client:
         owner = self._clients.get(client)
         if owner is None or owner.file != file:
-            raise self._refusal(abi.INVALID_CLIENT)
+            raise self._rejection(abi.INVALID_CLIENT)
         return owner
 
     def _chosen(self) -> int:

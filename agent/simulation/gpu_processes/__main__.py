@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 from agent.core.wording import counted
 from agent.simulation.driver_double.nodes import Gpu
-from agent.simulation.gpu_processes.calls import Caller, CallRefused
+from agent.simulation.gpu_processes.calls import Caller, CallRejected
 from agent.simulation.gpu_processes.cuda import Cuda
 
 MAX_MESSAGE_BYTES: Final = 1 << 16
@@ -64,7 +64,7 @@ class Program:
             message = json.loads(data)
             try:
                 answer = self._handlers[message["do"]](message, descriptors)
-            except (CallRefused, OSError, LookupError) as error:
+            except (CallRejected, OSError, LookupError) as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             self.send(answer)
 

@@ -1,6 +1,6 @@
 """The driver's calls as a program makes them: one function for each, on a descriptor.
 
-Every call raises CallRefused where the driver refuses it, OSError where the system call fails.
+Every call raises CallRejected where the driver refuses it, OSError where the system call fails.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ _UNCHANGED: Final = 0xFFFF
 """A status that no call returns, to see that one was written."""
 
 
-class CallRefused(Exception):  # noqa: N818 - it is a status, not an error of ours
+class CallRejected(Exception):  # noqa: N818 - it is a status, not an error of ours
     """The driver answered a status other than 0."""
 
     def __init__(self, call: str, status: int) -> None:
@@ -113,4 +113,4 @@ class Caller:
 def _check_status(call: str, data: bytearray, status_at: int) -> None:
     (status,) = struct.unpack_from("=I", data, status_at)
     if status != abi.OK:
-        raise CallRefused(call, status)
+        raise CallRejected(call, status)

@@ -46,7 +46,7 @@ class NodeProcess:
     process: SimulatedProcess
     pod: str | None
     """``namespace/name``."""
-    slots: tuple[int, ...]
+    positions: tuple[int, ...]
     """GPUs it was started for."""
     memory_mib: int
     gi: int | None = None
@@ -83,7 +83,7 @@ class NodeProcesses:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._in_use: set[int] = set()
-        """Slots whose memory these processes determine."""
+        """Positions whose memory these processes determine."""
 
     def get(self, name: str) -> NodeProcess:
         """Return a process that lives; raises UsageError where there is none."""
@@ -101,7 +101,7 @@ class NodeProcesses:
     async def start(
         self,
         name: str,
-        slots: Sequence[int],
+        positions: Sequence[int],
         *,
         contexts: int = 1,
         comm: str | None = None,
@@ -123,43 +123,43 @@ class NodeProcesses:
             gpus=self._gpus,
             cgroup=cgroup,
         )
-        made = NodeProcess(name, process, pod, tuple(slots), memory_mib, gi, ci)
+        made = NodeProcess(name, process, pod, tuple(positions), memory_mib, gi, ci)
         self._add(made)
-        for slot in slots:
+        for position in positions:
             if gi is not None and ci is not None:
-                await self._open_capabilities(made, slot, gi, ci)
-            await self.create(made, slot, contexts)
+                await self._open_capabilities(made, position, gi, ci)
+            await self.create(made, position, contexts)
         return made
 
-    async def _open_capabilities(self, owner: NodeProcess, slot: int, gi: int, ci: int) -> None:
+    async def _open_capabilities(self, owner: NodeProcess, position: int, gi: int, ci: int) -> None:
         """Have a process open what gives access to a MIG device, as libcuda does before it uses one."""
-        for minor in capability_minors(self._gpus[slot].minor, gi, ci):
+        for minor in capability_minors(self._gpus[position].minor, gi, ci):
             await owner.process.command("open", name=f"{CAPABILITY_DIRECTORY}/{capability_node(minor)}")
 
-    async def create(self, owner: NodeProcess, slot: int, contexts: int) -> None:
+    async def create(self, owner: NodeProcess, position: int, contexts: int) -> None:
         """Have a process create contexts on a GPU."""
-        await owner.process.create(self._gpus[slot].minor, contexts)
+        await owner.process.create(self._gpus[position].minor, contexts)
         await self.agree()
 
     async def fork(self, parent: NodeProcess, name: str) -> NodeProcess:
         """Have a process fork; the child is called by the name. Raises as ``start``."""
         self._check_new(name)
         child = await parent.process.fork(name)
-        made = NodeProcess(name, child, parent.pod, parent.slots, parent.memory_mib, parent.gi, parent.ci)
+        made = NodeProcess(name, child, parent.pod, parent.positions, parent.memory_mib, parent.gi, parent.ci)
         self._add(made)
         return made
 
-    async def leak(self, owner: NodeProcess, slot: int, contexts: int, every_s: float) -> None:
+    async def leak(self, owner: NodeProcess, position: int, contexts: int, every_s: float) -> None:
         """Have a process create contexts one after the other at that pace, while it lives."""
-        await self.create(owner, slot, 1)
-        self._spawn(self._go_on(owner, slot, contexts - 1, every_s), f"simulation-leak-{owner.name}")
+        await self.create(owner, position, 1)
+        self._spawn(self._go_on(owner, position, contexts - 1, every_s), f"simulation-leak-{owner.name}")
 
-    async def _go_on(self, owner: NodeProcess, slot: int, contexts: int, every_s: float) -> None:
+    async def _go_on(self, owner: NodeProcess, position: int, contexts: int, every_s: float) -> None:
         # The process may end meanwhile.
         with contextlib.suppress(AgentError):
             for _ in range(contexts):
                 await asyncio.sleep(every_s)
-                await self.create(owner, slot, 1)
+                await self.create(owner, position, 1)
 
     async def agree(self) -> None:
         """Make NVML agree with the driver's books."""
@@ -168,25 +168,25 @@ class NodeProcesses:
         living = {each.process.pid: each for each in self._living.values()}
         for pid in self._memory_mib.keys() - paid - living.keys():
             del self._memory_mib[pid]
-        for slot, gpu in enumerate(self._gpus):
-            self._show(slot, gpu.minor, books, living)
+        for position, gpu in enumerate(self._gpus):
+            self._show(position, gpu.minor, books, living)
 
-    def _show(self, slot: int, minor: int, books: Books, living: dict[int, NodeProcess]) -> None:
+    def _show(self, position: int, minor: int, books: Books, living: dict[int, NodeProcess]) -> None:
         held: dict[int, int] = {}
         for context in books.contexts:
             if context.minor == minor:
                 held[context.pid] = held.get(context.pid, 0) + self._memory_mib.get(context.pid, 0) * _MIB
-        if not held and slot not in self._in_use:
+        if not held and position not in self._in_use:
             # What a test or scenario set by hand stays.
             return
-        (self._in_use.add if held else self._in_use.discard)(slot)
+        (self._in_use.add if held else self._in_use.discard)(position)
         listed = [
             GpuProcess(pid, used, gi=living[pid].gi, ci=living[pid].ci)
             for pid, used in sorted(held.items())
             if pid in living
         ]
-        self._nvml.set_processes(slot, listed)
-        self._nvml.set_memory_used(slot, sum(held.values()))
+        self._nvml.set_processes(position, listed)
+        self._nvml.set_memory_used(position, sum(held.values()))
 
     async def close(self) -> None:
         """End every process."""
@@ -246,8 +246,8 @@ def capabilities_of(spec: NodeSpec) -> list[int]:
 
 
 def gpus_of(spec: NodeSpec) -> tuple[Gpu, ...]:
-    """Return a node's GPUs as its driver knows them, in the order of their slots."""
+    """Return a node's GPUs as its driver knows them, in the order of their positions."""
     return tuple(
-        Gpu(gpu.minor, gpu.uuid, slot, gpu.pci_bus_id, gpu.pci_device_id)
-        for slot, gpu in enumerate(spec.gpus)
+        Gpu(gpu.minor, gpu.uuid, position, gpu.pci_bus_id, gpu.pci_device_id)
+        for position, gpu in enumerate(spec.gpus)
     )

@@ -25,7 +25,7 @@ _CONTROLLERS_OF_V1: Final = frozenset({"pids", "name=systemd"})
 _HELD: Final = "held-by-"
 """How the cgroup begins that has the id of a node's process, for others to know whether it lives."""
 EMPTY_WITHIN_S: Final = 2.0
-_LOOK_AGAIN_S: Final = 0.01
+_POLL_S: Final = 0.01
 
 
 class ProcessPlaces:
@@ -50,7 +50,7 @@ class ProcessPlaces:
         until_ns = time.monotonic_ns() + int(EMPTY_WITHIN_S * 1e9)
         # The kernel releases processes and of cgroups below a moment after they are gone.
         while self._own is not None and not _remove(self._own) and time.monotonic_ns() < until_ns:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(_POLL_S)
 
 
 def container_id(uid: str, container: str) -> str:

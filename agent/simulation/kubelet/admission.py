@@ -26,7 +26,7 @@ UNEXPECTED = "UnexpectedAdmissionError"
 CREATE_CONFIG = "CreateContainerConfigError"
 
 
-class AdmissionRefusedError(Exception):
+class AdmissionRejectedError(Exception):
     """The pod cannot run here; the text is what its status shows."""
 
 
@@ -63,7 +63,7 @@ class Admission:
         try:
             for container, wanted in pod.requests.items():
                 await self._allocate(pod, container, wanted)
-        except (AdmissionRefusedError, PluginCallError) as error:
+        except (AdmissionRejectedError, PluginCallError) as error:
             pod.phase, pod.reason = "Failed", UNEXPECTED
             pod.message = f"Pod was rejected: Allocate failed due to {error}, which is unexpected"
             return
@@ -89,13 +89,13 @@ class Admission:
     async def _pick(self, client: PluginClient | None, resource: str, amount: int) -> list[str]:
         healthy = self._devices.healthy(resource)
         if not healthy:
-            raise AdmissionRefusedError(
+            raise AdmissionRejectedError(
                 f"no healthy devices present; cannot allocate unhealthy devices {resource}"
             )
         held = self._pods.holders(resource)
         available = [id_ for id_ in healthy if id_ not in held]
         if len(available) < amount:
-            raise AdmissionRefusedError(
+            raise AdmissionRejectedError(
                 f"requested number of devices unavailable for {resource}. "
                 f"Requested: {amount}, Available: {len(available)}"
             )
@@ -122,7 +122,7 @@ class Admission:
         self, pod: Pod, client: PluginClient | None, resource: str, ids: list[str]
     ) -> plugin_pb.ContainerAllocateResponse:
         if client is None:
-            raise AdmissionRefusedError(f"unknown Device Plugin {resource}")
+            raise AdmissionRejectedError(f"unknown Device Plugin {resource}")
         began = time.monotonic_ns()
         error: str | None = None
         try:

@@ -97,7 +97,7 @@ class EmulatedKubelet:
         self._process: KubeletProcess | None = None
         self._life = asyncio.Lock()
         self._up = asyncio.Event()
-        self._ending = asyncio.Event()
+        self._stopping = asyncio.Event()
         self._starts = 0
         self._admitting = asyncio.Lock()
         self._registry = Registry(
@@ -124,7 +124,7 @@ class EmulatedKubelet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ending.set()
+        self._stopping.set()
         async with self._life:
             if self._process is not None and self._remove_sockets:
                 self._process.unlink()
@@ -217,7 +217,7 @@ class EmulatedKubelet:
         return KubeletStatistics(
             starts=self._starts,
             registrations=self._registry.registration_count,
-            refused=self._registry.refused_count,
+            rejected=self._registry.rejected_count,
             lists=self._registry.list_count,
             stream_ends=self._registry.stream_end_count,
             allocations=self._admission.allocation_count,
@@ -226,7 +226,7 @@ class EmulatedKubelet:
     @property
     def running(self) -> bool:
         """Whether the kubelet is up and accepts connections."""
-        return self._up.is_set() and not self._ending.is_set()
+        return self._up.is_set() and not self._stopping.is_set()
 
     def client(self, resource: str) -> PluginClient | None:
         """Return the connection Allocate would use, for calls a kubelet would never make."""
@@ -252,7 +252,7 @@ class EmulatedKubelet:
             await self._live(rejecting_s=rejecting_s)
 
     async def _live(self, *, rejecting_s: float) -> None:
-        if self._process is not None or self._ending.is_set():
+        if self._process is not None or self._stopping.is_set():
             return
         process = KubeletProcess(self.device_plugins, self.pod_resources)
         services = (
@@ -301,7 +301,7 @@ class EmulatedKubelet:
         """Wait, but not longer than the emulation lasts."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._ending.wait()
+                await self._stopping.wait()
 
     # Pods.
 
@@ -314,7 +314,7 @@ class EmulatedKubelet:
         while True:
             await self._up.wait()
             async with self._admitting:
-                if self._ending.is_set():
+                if self._stopping.is_set():
                     raise AgentError(
                         f"Pod {namespace}/{name} was not admitted: the simulated kubelet has ended"
                     )

@@ -40,13 +40,13 @@ class FaultActions:
         self._registry = registry
         self._device_plugins = device_plugins
         self._spawn = spawn
-        self._ending: dict[str, asyncio.Task[Any]] = {}
+        self._stopping: dict[str, asyncio.Task[Any]] = {}
 
     async def apply(self, fault: f.Fault) -> None:  # noqa: C901, PLR0912 (one branch for each fault)
         """Do what the fault says; raises UsageError where there is nothing it could act on."""
         match fault:
-            case f.Refuse():
-                self._registry.faults.set_refuse(fault)
+            case f.RejectRegistrations():
+                self._registry.faults.set_rejection(fault)
             case f.Delay():
                 self._registry.faults.set_delay(fault)
             case f.DropStream():
@@ -136,14 +136,14 @@ class FaultActions:
     def _end_after(self, name: str, seconds: float) -> None:
         async def end() -> None:
             await asyncio.sleep(seconds)
-            self._ending.pop(name, None)
+            self._stopping.pop(name, None)
             await self._clear(name)
 
-        self._ending[name] = self._spawn(end(), f"kubelet-fault-{name}")
+        self._stopping[name] = self._spawn(end(), f"kubelet-fault-{name}")
 
     def _forget_end(self, name: str) -> None:
         """Let a newer fault of the same name decide when it ends."""
-        task = self._ending.pop(name, None)
+        task = self._stopping.pop(name, None)
         if task is not None:
             task.cancel()
 
@@ -151,7 +151,7 @@ class FaultActions:
         self._forget_end(name)
         match name:
             case "refuse":
-                self._registry.faults.set_refuse(None)
+                self._registry.faults.set_rejection(None)
             case "delay":
                 self._registry.faults.set_delay(None)
             case "stop_reading":

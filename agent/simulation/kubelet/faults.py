@@ -18,10 +18,10 @@ Down = Literal["graceful", "kill"]
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RejectRegistrations:
     """Answer Register with an error, ``times`` times or until cleared."""
 
-    message: str = "registration refused by the simulated kubelet"
+    message: str = "registration rejected by the simulated kubelet"
     times: int | None = None
 
 
@@ -118,7 +118,7 @@ class Clear:
 
 
 Fault: TypeAlias = (
-    Refuse
+    RejectRegistrations
     | Delay
     | DropStream
     | StopReading
@@ -133,7 +133,7 @@ Fault: TypeAlias = (
 )
 
 FAULTS: Final[Mapping[str, type[Fault]]] = {
-    "refuse": Refuse,
+    "refuse": RejectRegistrations,
     "delay": Delay,
     "drop_stream": DropStream,
     "stop_reading": StopReading,

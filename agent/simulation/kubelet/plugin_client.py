@@ -78,9 +78,9 @@ class PluginClient:
                 if data is grpc.aio.EOF:
                     return self._end_cause or await _status(self._stream)
                 await self._reading.wait()
-                refusal = handle_message(self, data, time.monotonic_ns())
-                if refusal is not None:
-                    return refusal
+                rejection = handle_message(self, data, time.monotonic_ns())
+                if rejection is not None:
+                    return rejection
         except grpc.aio.AioRpcError as error:
             return self._end_cause or go_error(error)
         except asyncio.CancelledError:

@@ -100,7 +100,7 @@ class KubeletStatistics:
 
     starts: int
     registrations: int
-    refused: int
+    rejected: int
     lists: int
     stream_ends: int
     allocations: int

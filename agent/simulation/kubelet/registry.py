@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent.simulation.kubelet.devices import Device
-from agent.simulation.kubelet.faults import Delay, Refuse
+from agent.simulation.kubelet.faults import Delay, RejectRegistrations
 from agent.simulation.kubelet.node import Node
 from agent.simulation.kubelet.plugin_client import PluginCallError, PluginClient
 from agent.simulation.kubelet.records import (
@@ -44,7 +44,7 @@ _SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0
 _MAX_SUBDOMAIN: Final = 253
 
 
-class RegistrationRefusedError(Exception):
+class RegistrationRejectedError(Exception):
     """Register is answered with this text."""
 
 
@@ -52,29 +52,31 @@ class RegistrationFaults:
     """What is wrong with registration at the moment."""
 
     def __init__(self) -> None:
-        self.refuse: Refuse | None = None
+        self.rejecting: RejectRegistrations | None = None
         self.delay: Delay | None = None
         self.version = API_VERSION
         self.message_limit_bytes = DEFAULT_MESSAGE_LIMIT_BYTES
         self.unread: set[str] = set()
         """Resources whose ListAndWatch is not read, nor that of a later registration."""
-        self._refused = 0
+        self._rejected = 0
         self._delayed = 0
 
-    def set_refuse(self, fault: Refuse | None) -> None:
+    def set_rejection(self, fault: RejectRegistrations | None) -> None:
         """Refuse from now on, or no more."""
-        self.refuse, self._refused = fault, 0
+        self.rejecting, self._rejected = fault, 0
 
     def set_delay(self, fault: Delay | None) -> None:
         """Be slow from now on, or no more."""
         self.delay, self._delayed = fault, 0
 
-    def next_refusal(self) -> str | None:
+    def next_rejection(self) -> str | None:
         """Count one Register call; return the text to refuse it with."""
-        if self.refuse is None or (self.refuse.times is not None and self._refused >= self.refuse.times):
+        if self.rejecting is None or (
+            self.rejecting.times is not None and self._rejected >= self.rejecting.times
+        ):
             return None
-        self._refused += 1
-        return self.refuse.message
+        self._rejected += 1
+        return self.rejecting.message
 
     def next_delay(self) -> Delay:
         """Count one Register call; return how slow it is."""
@@ -99,7 +101,7 @@ class Registry:
         self.registrations: deque[Registration] = deque(maxlen=MAX_REGISTRATIONS)
         self.lists: deque[DeviceList] = deque(maxlen=MAX_LISTS)
         self.stream_ends: deque[StreamEnd] = deque(maxlen=MAX_LISTS)
-        self.registration_count = self.refused_count = self.list_count = self.stream_end_count = 0
+        self.registration_count = self.rejected_count = self.list_count = self.stream_end_count = 0
         self._directory = directory
         self._dial_timeout_s = dial_timeout_s
         self._spawn = spawn
@@ -144,10 +146,10 @@ class Registry:
             self._check(request)
             client = await self._connect(request.resource_name, request.endpoint, delay.dial, within_s)
             generation = client.generation
-        except (RegistrationRefusedError, PluginCallError) as refusal:
-            error = str(refusal)
+        except (RegistrationRejectedError, PluginCallError) as rejection:
+            error = str(rejection)
         self.registration_count += 1
-        self.refused_count += error is not None
+        self.rejected_count += error is not None
         self.registrations.append(
             Registration(
                 received_at_ns=received_at_ns,
@@ -165,17 +167,19 @@ class Registry:
 
     def _check(self, request: Any) -> None:
         if request.version != self.faults.version:
-            raise RegistrationRefusedError(
+            raise RegistrationRejectedError(
                 f"requested API version {json.dumps(request.version)} is not supported by kubelet. "
                 f"Supported version is [{json.dumps(self.faults.version)}]"
             )
         if not is_extended_resource_name(request.resource_name):
-            raise RegistrationRefusedError(f"the ResourceName {json.dumps(request.resource_name)} is invalid")
+            raise RegistrationRejectedError(
+                f"the ResourceName {json.dumps(request.resource_name)} is invalid"
+            )
         if request.resource_name not in self._clients and len(self._clients) >= MAX_RESOURCES:
-            raise RegistrationRefusedError(f"more than {MAX_RESOURCES} resources are registered already")
-        refusal = self.faults.next_refusal()
-        if refusal is not None:
-            raise RegistrationRefusedError(refusal)
+            raise RegistrationRejectedError(f"more than {MAX_RESOURCES} resources are registered already")
+        rejection = self.faults.next_rejection()
+        if rejection is not None:
+            raise RegistrationRejectedError(rejection)
 
     async def _connect(
         self, resource: str, endpoint: str, delay_s: float, within_s: float | None = None

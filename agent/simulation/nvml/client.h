@@ -25,7 +25,7 @@ int gate(int function, int gpu);
 
 /* The parts of the gate, for a call that sleeps on its way: an event wait. */
 void sleep_while_hanging(struct node *node, int function, int gpu);
-int refusal(const struct node *node, int function, int gpu);
+int answer_code(const struct node *node, int function, int gpu);
 bool is_initialised(void);
 void free_event_sets(void); /* in events.c, when the process shuts down */
 
@@ -35,7 +35,7 @@ void device_ask(int gpu); /* may block for as long as the node's file system lik
 void device_close_all(void);
 
 /* GPUs by slot, in nvml.c. */
-int slots(void);
+int gpu_count(void);
 bool visible(int gpu);
 void pci_of(const struct gpu_config *gpu, abi_pci_t *out);
 void fill_pci(abi_pci_t *out, uint64_t domain, uint64_t bus, uint64_t device, uint64_t id, uint64_t subsystem);
@@ -55,24 +55,24 @@ static inline const struct gpu_config *gpu_config(int gpu) { return &node_curren
 #define ENTER(name, handle)                                                                                  \
     struct target at = resolve(handle);                                                                      \
     {                                                                                                        \
-        int refused = gate(FN_##name, at.gpu);                                                               \
-        if (refused) return refused;                                                                         \
+        int code = gate(FN_##name, at.gpu);                                                                  \
+        if (code) return code;                                                                               \
     }
 
 /* Opens a function of a whole GPU: `gpu` is its configuration. */
 #define ENTER_DEVICE(name, handle)                                                                           \
     ENTER(name, handle)                                                                                      \
     {                                                                                                        \
-        int refused = whole_device(&at);                                                                     \
-        if (refused) return refused;                                                                         \
+        int code = whole_device(&at);                                                                        \
+        if (code) return code;                                                                               \
     }                                                                                                        \
     const struct gpu_config *gpu = gpu_config(at.gpu)
 
 /* Opens a function that belongs to no GPU. */
 #define ENTER_NODE(name)                                                                                     \
     {                                                                                                        \
-        int refused = gate(FN_##name, NODE_NO_GPU);                                                          \
-        if (refused) return refused;                                                                         \
+        int code = gate(FN_##name, NODE_NO_GPU);                                                             \
+        if (code) return code;                                                                               \
     }                                                                                                        \
     const struct node *node = node_current()
 

@@ -24,7 +24,7 @@ struct control {
     struct node *node;
     char path[PATH_MAX], draft[PATH_MAX]; /* draft: empty once published */
     bool changing;
-    int scope; /* of the change under way: a GPU's slot, or NODE_NO_GPU for the node */
+    int scope; /* of the change under way: a GPU's position, or NODE_NO_GPU for the node */
     union {
         struct node_config node;
         struct gpu_config gpu;
@@ -178,9 +178,9 @@ API int gpusim_set_text(struct control *control, const char *name, unsigned int 
         errno = E2BIG;
         return 0;
     }
-    char *slot = (char *)staged(control) + at->offset + index * at->size;
-    memset(slot, 0, at->size);
-    memcpy(slot, value, strlen(value));
+    char *entry = (char *)staged(control) + at->offset + index * at->size;
+    memset(entry, 0, at->size);
+    memcpy(entry, value, strlen(value));
     return 1;
 }
 

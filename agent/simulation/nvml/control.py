@@ -2,7 +2,7 @@
 
 *Guarantees*
 - What is written inside one `change` appears to NVML clients together, or not at all.
-- A scope is a GPU's slot, or NODE for the node itself; a wrong one is an NvmlStateError and changes nothing.
+- A scope is a GPU's position, or NODE for the node itself; a wrong one is an NvmlStateError and changes nothing.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from agent.simulation.nvml.library import control_functions
 
 NODE = -1
 UNREADABLE_GPU = 255
-"""The slot of an event whose device answers nothing (NODE_UNREADABLE_GPU of node.h)."""
+"""The position of an event whose device answers nothing (NODE_UNREADABLE_GPU of node.h)."""
 FORCED_HANG = -1
 NOT_FORCED = 0
 
@@ -180,18 +180,18 @@ class NodeControl:
 
     # Events
 
-    def push_event(self, slot: int, kind: int, data: int, gi: int, ci: int) -> int:
+    def push_event(self, position: int, kind: int, data: int, gi: int, ci: int) -> int:
         """Append an event to the ring. Returns its number, counted from 0."""
         with self.lock:
-            number: int = self._functions.gpusim_push_event(self._opened(), slot, kind, data, gi, ci)
+            number: int = self._functions.gpusim_push_event(self._opened(), position, kind, data, gi, ci)
         if number < 0:
             raise _error("cannot report the event")
         return number
 
-    def push_rebind(self, slot: int, *, bound: bool) -> None:
+    def push_rebind(self, position: int, *, bound: bool) -> None:
         """Append an event of the system: a GPU was bound to its driver, or unbound."""
         with self.lock:
-            if not self._functions.gpusim_push_rebind(self._opened(), slot, int(bound)):
+            if not self._functions.gpusim_push_rebind(self._opened(), position, int(bound)):
                 raise _error("cannot report the event")
 
     def event_times(self, number: int) -> tuple[int, int, int]:

@@ -96,16 +96,16 @@ static bool wanted(const struct event_set *set, const struct node_event *event) 
 static bool read_event(const struct node *node, uint64_t sequence, struct node_event *out) {
     *out = node->events[sequence % NODE_EVENTS];
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    /* The writer of event n + NODE_EVENTS starts on the slot of n while the head still says so. */
+    /* The writer of event n + NODE_EVENTS starts on the entry of n while the head still says so. */
     return __atomic_load_n(&node->event_head, __ATOMIC_RELAXED) - sequence < NODE_EVENTS;
 }
 
 static void mark_returned(struct node *node, uint64_t sequence) {
-    struct node_event *slot = &node->events[sequence % NODE_EVENTS];
+    struct node_event *entry = &node->events[sequence % NODE_EVENTS];
     uint64_t never = 0;
-    __atomic_compare_exchange_n(&slot->returned_ns, &never, node_now_ns(), false, __ATOMIC_RELAXED,
+    __atomic_compare_exchange_n(&entry->returned_ns, &never, node_now_ns(), false, __ATOMIC_RELAXED,
                                 __ATOMIC_RELAXED);
-    __atomic_fetch_add(&slot->deliveries, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&entry->deliveries, 1, __ATOMIC_RELAXED);
     node_wake(&node->activity);
 }
 
@@ -135,15 +135,15 @@ static bool take_event(struct node *node, struct event_set *set, abi_event_t *ou
 
 static int wait_event(int function, handle_t handle, abi_event_t *out, unsigned int timeout_ms) {
     uint64_t deadline = node_now_ns() + timeout_ms * 1000000ull;
-    int refused = gate(function, NODE_NO_GPU);
-    if (refused) return refused;
+    int code = gate(function, NODE_NO_GPU);
+    if (code) return code;
     struct node *node = node_current();
     bool in_time = true;
     for (;;) {
         uint32_t seen = __atomic_load_n(&node->wake, __ATOMIC_ACQUIRE);
         sleep_while_hanging(node, function, NODE_NO_GPU); /* a wait under way hangs with the driver */
-        refused = is_initialised() ? refusal(node, function, NODE_NO_GPU) : RC_UNINITIALIZED;
-        if (refused) return refused;
+        code = is_initialised() ? answer_code(node, function, NODE_NO_GPU) : RC_UNINITIALIZED;
+        if (code) return code;
         struct event_set *set = event_set(handle);
         REQUIRE(set && out);
         if (take_event(node, set, out)) return RC_SUCCESS;

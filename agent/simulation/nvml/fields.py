@@ -162,9 +162,9 @@ def mig_numbers(placed: Sequence[PlacedMigDevice], *, enabled: bool, generation:
     }
 
 
-def initial_mig(slot: int, gpu: GpuSpec) -> tuple[PlacedMigDevice, ...]:
+def initial_mig(position: int, gpu: GpuSpec) -> tuple[PlacedMigDevice, ...]:
     """Place the MIG devices a GPU starts with."""
-    return () if gpu.mig is None else place_mig_devices(slot, gpu.mig.profiles, gpu.mig.devices)
+    return () if gpu.mig is None else place_mig_devices(position, gpu.mig.profiles, gpu.mig.devices)
 
 
 def profile_from_fields(name: str, numbers: Mapping[str, int]) -> MigProfileSpec:

@@ -80,7 +80,7 @@ void sleep_while_hanging(struct node *node, int function, int gpu) {
     }
 }
 
-int refusal(const struct node *node, int function, int gpu) {
+int answer_code(const struct node *node, int function, int gpu) {
     int driver = (int)number(node->config.driver_code);
     if (driver) return driver;
     int found = forced(node, function, gpu);
@@ -102,7 +102,7 @@ int gate(int function, int gpu) {
     struct node *node = node_current();
     if (!node || !is_initialised()) return RC_UNINITIALIZED;
     pass(node, function, gpu);
-    return refusal(node, function, gpu);
+    return answer_code(node, function, gpu);
 }
 
 /* --- start and shutdown ---------------------------------------------------------------------------------- */
@@ -112,8 +112,8 @@ static int initialise(int function) {
     if (!node || !is_initialised()) node = node_attach();
     if (!node) return RC_DRIVER_NOT_LOADED;
     pass(node, function, NODE_NO_GPU);
-    int refused = refusal(node, function, NODE_NO_GPU);
-    if (refused) return refused;
+    int code = answer_code(node, function, NODE_NO_GPU);
+    if (code) return code;
     device_open(NODE_NO_GPU);
     __atomic_fetch_add(&initialised, 1, __ATOMIC_ACQ_REL);
     __atomic_fetch_add(&node->inits, 1, __ATOMIC_RELAXED);
@@ -133,8 +133,8 @@ API int nvmlShutdown(void) {
     struct node *node = node_current();
     if (!node || !is_initialised()) return RC_UNINITIALIZED;
     pass(node, FN_nvmlShutdown, NODE_NO_GPU);
-    int refused = forced(node, FN_nvmlShutdown, NODE_NO_GPU);
-    if (refused > RC_SUCCESS + 1) return refused - 1;
+    int code = forced(node, FN_nvmlShutdown, NODE_NO_GPU);
+    if (code > RC_SUCCESS + 1) return code - 1;
     unsigned int before = __atomic_load_n(&initialised, __ATOMIC_ACQUIRE);
     do {
         if (!before) return RC_UNINITIALIZED;

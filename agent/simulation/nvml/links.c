@@ -17,7 +17,7 @@ API int nvmlDeviceGetNvLinkState(handle_t device, unsigned int link, unsigned in
 /* The peer is kept as domain << 32 | bus << 16 | device; what is no GPU of this node is an NVSwitch. */
 static unsigned int peer_of(const struct gpu_config *gpu, unsigned int link, abi_pci_t *out) {
     uint64_t peer = number(gpu->link_peer + link);
-    for (int other = 0; other < slots(); other++) {
+    for (int other = 0; other < gpu_count(); other++) {
         const struct gpu_config *at = gpu_config(other);
         if ((number(at->pci_domain) << 32 | number(at->pci_bus) << 16 | number(at->pci_device)) == peer) {
             pci_of(at, out);
@@ -65,17 +65,17 @@ API int nvmlDeviceGetTopologyCommonAncestor(handle_t device, handle_t second, un
     (void)gpu;
     struct target other = resolve(second);
     REQUIRE(out && other.kind == DEVICE);
-    int refused = refusal(node_current(), FN_nvmlDeviceGetTopologyCommonAncestor, other.gpu);
-    if (!refused) *out = common_ancestor(at.gpu, other.gpu);
-    return refused;
+    int code = answer_code(node_current(), FN_nvmlDeviceGetTopologyCommonAncestor, other.gpu);
+    if (!code) *out = common_ancestor(at.gpu, other.gpu);
+    return code;
 }
 
 static int fill_fabric(const struct gpu_config *gpu, abi_fabric_v3_t *out) {
     unsigned int state, status;
-    int refused = answer_number(gpu->fabric_state, &state);
-    if (refused) return refused;
-    refused = answer_number(gpu->fabric_status, &status);
-    if (refused) return refused;
+    int code = answer_number(gpu->fabric_state, &state);
+    if (code) return code;
+    code = answer_number(gpu->fabric_status, &status);
+    if (code) return code;
     for (int byte = 0; byte < 16; byte++)
         out->clusterUuid[byte] = (unsigned char)(number(gpu->fabric_cluster + byte / 8) >> (56 - byte % 8 * 8));
     out->status = (int)status;
@@ -90,8 +90,8 @@ API int nvmlDeviceGetGpuFabricInfo(handle_t device, abi_fabric_t *out) {
     ENTER_DEVICE(nvmlDeviceGetGpuFabricInfo, device);
     REQUIRE(out);
     abi_fabric_v3_t full = {0};
-    int refused = fill_fabric(gpu, &full);
-    if (refused) return refused;
+    int code = fill_fabric(gpu, &full);
+    if (code) return code;
     memcpy(out->clusterUuid, full.clusterUuid, sizeof out->clusterUuid);
     out->status = full.status;
     out->cliqueId = full.cliqueId;
@@ -105,8 +105,8 @@ API int nvmlDeviceGetGpuFabricInfoV(handle_t device, abi_fabric_v3_t *out) {
     bool second = out->version == ABI_VERSION(abi_fabric_v2_t, 2);
     if (!second && out->version != ABI_VERSION(abi_fabric_v3_t, 3)) return RC_ARGUMENT_VERSION_MISMATCH;
     abi_fabric_v3_t full = {.version = out->version};
-    int refused = fill_fabric(gpu, &full);
+    int code = fill_fabric(gpu, &full);
     /* Version 2 is version 3 without its last byte. */
-    if (!refused) memcpy(out, &full, second ? offsetof(abi_fabric_v3_t, healthSummary) : sizeof full);
-    return refused;
+    if (!code) memcpy(out, &full, second ? offsetof(abi_fabric_v3_t, healthSummary) : sizeof full);
+    return code;
 }

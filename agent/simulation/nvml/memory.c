@@ -8,8 +8,8 @@
 
 API int nvmlDeviceGetEccMode(handle_t device, unsigned int *current, unsigned int *pending) {
     ENTER_DEVICE(nvmlDeviceGetEccMode, device);
-    int refused = answer_number(gpu->ecc_mode, current);
-    return refused ? refused : answer_number(gpu->ecc_mode, pending);
+    int code = answer_number(gpu->ecc_mode, current);
+    return code ? code : answer_number(gpu->ecc_mode, pending);
 }
 
 static const uint64_t *ecc_counters(const struct gpu_config *gpu, unsigned int type, unsigned int counter) {
@@ -35,8 +35,8 @@ API int nvmlDeviceGetRemappedRows(handle_t device, unsigned int *corrected, unsi
     ENTER_DEVICE(nvmlDeviceGetRemappedRows, device);
     unsigned int *outs[4] = {corrected, uncorrected, pending, failed};
     for (int i = 0; i < 4; i++) {
-        int refused = answer_number(gpu->remapped_rows + i, outs[i]);
-        if (refused) return refused;
+        int code = answer_number(gpu->remapped_rows + i, outs[i]);
+        if (code) return code;
     }
     return RC_SUCCESS;
 }
@@ -84,9 +84,9 @@ static unsigned int processes_of(const struct target *at, uint64_t kinds, abi_pr
 static int list_processes(int function, handle_t device, uint64_t kinds, bool first_version,
                           unsigned int *count, void *out) {
     struct target at = resolve(device);
-    int refused = gate(function, at.gpu);
-    if (!refused && at.kind != MIG_DEVICE) refused = whole_device(&at);
-    if (refused) return refused;
+    int code = gate(function, at.gpu);
+    if (!code && at.kind != MIG_DEVICE) code = whole_device(&at);
+    if (code) return code;
     REQUIRE(count);
     abi_process_v2_t found[NODE_PROCESSES];
     unsigned int room = *count;

@@ -89,14 +89,14 @@ int mig_memory(const struct target *at, uint64_t *total, uint64_t *used) {
 }
 
 bool mig_by_uuid(const char *uuid, handle_t *handle, int *gpu) {
-    for (int slot = 0; slot < (int)number(node_current()->config.gpus); slot++) {
-        const struct gpu_config *at = gpu_config(slot);
+    for (int position = 0; position < (int)number(node_current()->config.gpus); position++) {
+        const struct gpu_config *at = gpu_config(position);
         struct slice all[NODE_MIGS];
         unsigned int count = number(at->visible) ? slices_of(at, all) : 0;
         for (unsigned int row = 0; row < count; row++)
             if (strcmp(at->mig_uuid[row], uuid) == 0) {
-                *handle = handle_of(MIG_DEVICE, slot, &all[row]);
-                *gpu = slot;
+                *handle = handle_of(MIG_DEVICE, position, &all[row]);
+                *gpu = position;
                 return true;
             }
     }
@@ -105,8 +105,8 @@ bool mig_by_uuid(const char *uuid, handle_t *handle, int *gpu) {
 
 API int nvmlDeviceGetMigMode(handle_t device, unsigned int *current, unsigned int *pending) {
     ENTER_DEVICE(nvmlDeviceGetMigMode, device);
-    int refused = answer_number(gpu->mig_mode, current);
-    return refused ? refused : answer_number(gpu->mig_pending, pending);
+    int code = answer_number(gpu->mig_mode, current);
+    return code ? code : answer_number(gpu->mig_pending, pending);
 }
 
 /* "Returns zero if MIG is not supported or enabled." */
@@ -156,8 +156,8 @@ static unsigned int compute_sms(const struct gpu_config *gpu, unsigned int profi
 
 static int attributes(int function, handle_t device, abi_attributes_t *out) {
     struct target at = resolve(device);
-    int refused = gate(function, at.gpu);
-    if (refused) return refused;
+    int code = gate(function, at.gpu);
+    if (code) return code;
     if (at.kind != MIG_DEVICE) return at.kind == DEVICE ? RC_NOT_SUPPORTED : whole_device(&at);
     struct slice slice;
     REQUIRE(own_slice(&at, &slice) && out);

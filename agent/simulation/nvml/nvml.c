@@ -113,7 +113,7 @@ API int nvmlSystemGetCudaDriverVersion_v2(int *out) {
 
 /* --- finding GPUs -------------------------------------------------------------------------------------- */
 
-int slots(void) {
+int gpu_count(void) {
     const struct node *node = node_current();
     return node ? (int)number(node->config.gpus) : 0;
 }
@@ -121,8 +121,8 @@ int slots(void) {
 bool visible(int gpu) { return number(gpu_config(gpu)->visible) != 0; }
 
 /* NVML's index counts the GPUs that are there, so a removed one moves the later ones up. */
-static int slot_of_index(unsigned int index) {
-    for (int gpu = 0; gpu < slots(); gpu++)
+static int gpu_of_index(unsigned int index) {
+    for (int gpu = 0; gpu < gpu_count(); gpu++)
         if (visible(gpu) && index-- == 0) return gpu;
     return NODE_NO_GPU;
 }
@@ -134,10 +134,10 @@ static unsigned int count_before(int end) {
 }
 
 static int count_devices(int function, unsigned int *out) {
-    int refused = gate(function, NODE_NO_GPU);
-    if (refused) return refused;
+    int code = gate(function, NODE_NO_GPU);
+    if (code) return code;
     REQUIRE(out);
-    *out = count_before(slots());
+    *out = count_before(gpu_count());
     return RC_SUCCESS;
 }
 
@@ -145,8 +145,8 @@ API int nvmlDeviceGetCount(unsigned int *out) { return count_devices(FN_nvmlDevi
 API int nvmlDeviceGetCount_v2(unsigned int *out) { return count_devices(FN_nvmlDeviceGetCount_v2, out); }
 
 static int found_device(int function, int gpu, int otherwise, handle_t *out) {
-    int refused = gate(function, gpu);
-    if (refused) return refused;
+    int code = gate(function, gpu);
+    if (code) return code;
     REQUIRE(out);
     if (gpu == NODE_NO_GPU) return otherwise;
     device_open(gpu);
@@ -155,15 +155,15 @@ static int found_device(int function, int gpu, int otherwise, handle_t *out) {
 }
 
 API int nvmlDeviceGetHandleByIndex(unsigned int index, handle_t *out) {
-    return found_device(FN_nvmlDeviceGetHandleByIndex, slot_of_index(index), RC_INVALID_ARGUMENT, out);
+    return found_device(FN_nvmlDeviceGetHandleByIndex, gpu_of_index(index), RC_INVALID_ARGUMENT, out);
 }
 
 API int nvmlDeviceGetHandleByIndex_v2(unsigned int index, handle_t *out) {
-    return found_device(FN_nvmlDeviceGetHandleByIndex_v2, slot_of_index(index), RC_INVALID_ARGUMENT, out);
+    return found_device(FN_nvmlDeviceGetHandleByIndex_v2, gpu_of_index(index), RC_INVALID_ARGUMENT, out);
 }
 
 static int by_uuid(const char *uuid) {
-    for (int gpu = 0; gpu < slots(); gpu++)
+    for (int gpu = 0; gpu < gpu_count(); gpu++)
         if (visible(gpu) && strcmp(gpu_config(gpu)->uuid[0], uuid) == 0) return gpu;
     return NODE_NO_GPU;
 }
@@ -174,9 +174,9 @@ API int nvmlDeviceGetHandleByUUID(const char *uuid, handle_t *out) {
     handle_t mig;
     if (gpu != NODE_NO_GPU || !node_current() || !mig_by_uuid(uuid, &mig, &gpu))
         return found_device(FN_nvmlDeviceGetHandleByUUID, gpu, RC_NOT_FOUND, out);
-    int refused = gate(FN_nvmlDeviceGetHandleByUUID, gpu);
-    if (!refused) *out = mig;
-    return refused;
+    int code = gate(FN_nvmlDeviceGetHandleByUUID, gpu);
+    if (!code) *out = mig;
+    return code;
 }
 
 /* Domain:bus:device.function in hexadecimal, the domain and the function may be left out. */
@@ -186,7 +186,7 @@ static int by_bus_id(const char *text) {
         domain = 0;
         if (sscanf(text, "%x:%x", &bus, &device) != 2) return NODE_NO_GPU;
     }
-    for (int gpu = 0; gpu < slots(); gpu++) {
+    for (int gpu = 0; gpu < gpu_count(); gpu++) {
         const struct gpu_config *at = gpu_config(gpu);
         if (visible(gpu) && number(at->pci_domain) == domain && number(at->pci_bus) == bus &&
             number(at->pci_device) == device)
@@ -218,8 +218,8 @@ API int nvmlDeviceGetIndex(handle_t device, unsigned int *out) {
 API int nvmlDeviceGetUUID(handle_t device, char *out, unsigned int length) {
     ENTER(nvmlDeviceGetUUID, device);
     if (at.kind == MIG_DEVICE) return mig_text(&at, true, out, length);
-    int refused = whole_device(&at);
-    if (refused) return refused;
+    int code = whole_device(&at);
+    if (code) return code;
     uint64_t damage = number(gpu_config(at.gpu)->uuid_damage);
     if (!damage) return answer_text(gpu_config(at.gpu)->uuid[0], out, length);
     REQUIRE(out);
@@ -230,15 +230,15 @@ API int nvmlDeviceGetUUID(handle_t device, char *out, unsigned int length) {
 API int nvmlDeviceGetName(handle_t device, char *out, unsigned int length) {
     ENTER(nvmlDeviceGetName, device);
     if (at.kind == MIG_DEVICE) return mig_text(&at, false, out, length);
-    int refused = whole_device(&at);
-    return refused ? refused : answer_text(gpu_config(at.gpu)->name[0], out, length);
+    int code = whole_device(&at);
+    return code ? code : answer_text(gpu_config(at.gpu)->name[0], out, length);
 }
 
 static int memory_of(const struct target *at, uint64_t *total, uint64_t *reserved, uint64_t *used) {
     *reserved = 0;
     if (at->kind == MIG_DEVICE) return mig_memory(at, total, used);
-    int refused = whole_device(at);
-    if (refused) return refused;
+    int code = whole_device(at);
+    if (code) return code;
     const struct gpu_config *gpu = gpu_config(at->gpu);
     struct node_read read = {0};
     do {
@@ -254,8 +254,8 @@ API int nvmlDeviceGetMemoryInfo(handle_t device, abi_memory_t *out) {
     ENTER(nvmlDeviceGetMemoryInfo, device);
     REQUIRE(out);
     uint64_t total, reserved, used;
-    int refused = memory_of(&at, &total, &reserved, &used);
-    if (refused) return refused;
+    int code = memory_of(&at, &total, &reserved, &used);
+    if (code) return code;
     *out = (abi_memory_t){.total = total, .used = reserved + used, .free = total - reserved - used};
     return RC_SUCCESS;
 }
@@ -265,8 +265,8 @@ API int nvmlDeviceGetMemoryInfo_v2(handle_t device, abi_memory_v2_t *out) {
     REQUIRE(out);
     if (out->version != ABI_VERSION(abi_memory_v2_t, 2)) return RC_ARGUMENT_VERSION_MISMATCH;
     uint64_t total, reserved, used;
-    int refused = memory_of(&at, &total, &reserved, &used);
-    if (refused) return refused;
+    int code = memory_of(&at, &total, &reserved, &used);
+    if (code) return code;
     *out = (abi_memory_v2_t){out->version, total, reserved, total - reserved - used, used};
     return RC_SUCCESS;
 }
@@ -327,10 +327,10 @@ API int nvmlDeviceGetCpuAffinity(handle_t device, unsigned int words, unsigned l
 /* Most have a handle first; where they do not, the value is no handle and the call belongs to no GPU. */
 static int unanswered(int function, handle_t first) {
     struct target at = resolve(first);
-    int refused = gate(function, at.gpu);
-    return refused ? refused : RC_NOT_SUPPORTED;
+    int code = gate(function, at.gpu);
+    return code ? code : RC_NOT_SUPPORTED;
 }
 
-#define REFUSE(name)                                                                                         \
+#define NOT_SUPPORTED(name)                                                                                  \
     API int name(handle_t first) { return unanswered(FN_##name, first); }
-UNANSWERED_FUNCTIONS(REFUSE)
+UNANSWERED_FUNCTIONS(NOT_SUPPORTED)

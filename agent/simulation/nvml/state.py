@@ -4,7 +4,7 @@
 - The state is a file: it outlives agents and controllers, and several of each may use it at once.
 - A method's change appears to NVML clients at once and whole; a blocked event wait or hung call sees it
   within a millisecond.
-- A GPU is named by its slot in the specification, whatever index NVML gives it at the moment.
+- A GPU is named by its position in the specification, whatever index NVML gives it at the moment.
 - Methods may be called from any thread; none of them waits for a client, except `wait_until`.
 """
 
@@ -148,16 +148,16 @@ class NvmlState:
 
     @property
     def gpus(self) -> int:
-        """How many slots there are, hidden GPUs included."""
+        """How many positions there are, hidden GPUs included."""
         return self.number(None, "gpus")
 
     def uuid(self, gpu: int) -> str:
-        """Name the GPU of a slot."""
+        """Name the GPU of a position."""
         return self.text(gpu, "uuid")
 
     def set_uuid(self, gpu: int, uuid: str) -> None:
         """Let a GPU answer another UUID, which another GPU may have too."""
-        with self._node.change(self._slot(gpu)):
+        with self._node.change(self._position(gpu)):
             self._node.write_texts({"uuid": uuid})
 
     def damage_uuid(self, gpu: int, damage: Literal["empty", "unterminated"] | None) -> None:
@@ -182,8 +182,8 @@ class NvmlState:
         self, gpu: int | None, kind: int, *, data: int = 0, gi: int | None = None, ci: int | None = None
     ) -> int:
         """Report an NVML event (`kind` is an nvmlEventType bit) to every client that listens to it."""
-        slot = UNREADABLE_GPU if gpu is None else self._slot(gpu)
-        return self._node.push_event(slot, kind, data, _instance(gi), _instance(ci))
+        position = UNREADABLE_GPU if gpu is None else self._position(gpu)
+        return self._node.push_event(position, kind, data, _instance(gi), _instance(ci))
 
     def enable_system_events(self) -> None:
         """Let NVML offer its events of GPUs bound and unbound, as newer drivers do."""
@@ -191,7 +191,7 @@ class NvmlState:
 
     def push_rebind(self, gpu: int, *, bound: bool) -> None:
         """Report that a GPU was bound to its driver, or unbound, to every client that asked for it."""
-        self._node.push_rebind(self._slot(gpu), bound=bound)
+        self._node.push_rebind(self._position(gpu), bound=bound)
 
     def event_times(self, sequence: int) -> EventTimes:
         """Return the times of one of the last 1,024 events. Raises NvmlStateError for an older one."""
@@ -239,7 +239,7 @@ class NvmlState:
     def set_mig(self, gpu: int, devices: Sequence[MigDeviceSpec], *, enabled: bool = True) -> tuple[str, ...]:
         """Reconfigure MIG; handles from before become invalid. Returns the UUIDs. Raises PresetError."""
         with self._node.lock:
-            placed = place_mig_devices(self._slot(gpu), self._profiles(gpu), devices)
+            placed = place_mig_devices(self._position(gpu), self._profiles(gpu), devices)
             with self._node.change(gpu):
                 self._write_mig(gpu, placed, enabled=enabled)
         return tuple(device.uuid for device in placed)
@@ -255,7 +255,7 @@ class NvmlState:
     ) -> None:
         """Set one ECC error counter."""
         row = _ECC_TYPES[kind] * len(_ECC_COUNTERS) + _ECC_COUNTERS[counter]
-        with self._node.change(self._slot(gpu)):
+        with self._node.change(self._position(gpu)):
             self._node.write_number("ecc", row * len(_ECC_LOCATIONS) + _ECC_LOCATIONS[location], count)
 
     def set_remapped_rows(
@@ -390,28 +390,28 @@ class NvmlState:
 
     # --- inside
 
-    def _slot(self, gpu: int) -> int:
+    def _position(self, gpu: int) -> int:
         if not 0 <= gpu < self.gpus:
             raise NvmlStateError(f"there is no GPU {gpu}, the node has {self.gpus}")
         return gpu
 
     def _scope(self, gpu: int | None) -> int:
-        return NODE if gpu is None else self._slot(gpu)
+        return NODE if gpu is None else self._position(gpu)
 
     def _fill(self, spec: NodeSpec) -> None:
-        for slot, gpu in enumerate(spec.gpus):
-            self._write_gpu(slot, gpu)
+        for position, gpu in enumerate(spec.gpus):
+            self._write_gpu(position, gpu)
         with self._node.change(NODE):
             versions = {"driver_version": spec.driver_version, "nvml_version": spec.nvml_version}
             self._node.write_texts(versions)
             self._node.write_numbers({"cuda_version": spec.cuda_version, "gpus": len(spec.gpus)})
 
-    def _write_gpu(self, slot: int, gpu: GpuSpec) -> None:
-        with self._node.change(slot):
+    def _write_gpu(self, position: int, gpu: GpuSpec) -> None:
+        with self._node.change(position):
             self._node.write_texts(gpu_texts(gpu))
             self._node.write_numbers(gpu_numbers(gpu))
             if gpu.mig is not None:
-                self._write_mig(slot, initial_mig(slot, gpu), enabled=gpu.mig.enabled)
+                self._write_mig(position, initial_mig(position, gpu), enabled=gpu.mig.enabled)
 
     def _write_mig(self, gpu: int, placed: Sequence[PlacedMigDevice], *, enabled: bool) -> None:
         generation = self.number(gpu, "mig_generation") + 1
@@ -428,7 +428,7 @@ class NvmlState:
         ]
 
     def _set(self, scope: int, numbers: Numbers) -> None:
-        with self._node.change(scope if scope == NODE else self._slot(scope)):
+        with self._node.change(scope if scope == NODE else self._position(scope)):
             self._node.write_numbers(numbers)
 
 

@@ -68,7 +68,7 @@ def preset_names() -> list[str]:
 def load_preset(node: str | Mapping[str, object]) -> NodeSpec:
     """Build the node of a preset's name or of an inline mapping. Raises PresetError with the key's path."""
     raw = _named(node) if isinstance(node, str) else _inline(node)
-    gpus = [_gpu(slot, gpu) for slot, gpu in enumerate(_gpu_mappings(raw))]
+    gpus = [_gpu(position, gpu) for position, gpu in enumerate(_gpu_mappings(raw))]
     spec = _convert({key: raw.get(key) for key in _NODE_KEYS} | {"gpus": gpus}, NodeSpec, "")
     _reject_duplicates(spec)
     return spec
@@ -102,7 +102,7 @@ def _on_top(base: dict[str, object], changes: dict[str, object]) -> dict[str, ob
     gpus = [_merge(_mapping(gpu, "gpus"), common) for gpu in _gpu_mappings(base)]
     wanted = changes.get("gpus", len(gpus))
     if isinstance(wanted, list):
-        own = [_mapping(gpu, f"gpus[{slot}]") for slot, gpu in enumerate(wanted)]
+        own = [_mapping(gpu, f"gpus[{position}]") for position, gpu in enumerate(wanted)]
     elif isinstance(wanted, int) and not isinstance(wanted, bool):
         own = [{} for _ in range(wanted)]
     else:
@@ -119,30 +119,30 @@ def _gpu_mappings(raw: Mapping[str, object]) -> list[dict[str, object]]:
     own = raw.get("gpus", [])
     if not isinstance(own, list):
         raise PresetError("gpus: expected a list")
-    return [_merge(common, _mapping(gpu, f"gpus[{slot}]")) for slot, gpu in enumerate(own)]
+    return [_merge(common, _mapping(gpu, f"gpus[{position}]")) for position, gpu in enumerate(own)]
 
 
-def _gpu(slot: int, raw: dict[str, object]) -> GpuSpec:
-    filled = {"uuid": gpu_uuid(slot), "minor": slot, "serial": f"13216200{slot:05d}"} | raw
-    gpu = _convert(filled, GpuSpec, f"gpus[{slot}]")
+def _gpu(position: int, raw: dict[str, object]) -> GpuSpec:
+    filled = {"uuid": gpu_uuid(position), "minor": position, "serial": f"13216200{position:05d}"} | raw
+    gpu = _convert(filled, GpuSpec, f"gpus[{position}]")
     if gpu.nvlink is not None and len(gpu.nvlink.ends()) > MAX_NVLINKS:
-        raise PresetError(f"gpus[{slot}].nvlink.peers: more than {MAX_NVLINKS} links")
+        raise PresetError(f"gpus[{position}].nvlink.peers: more than {MAX_NVLINKS} links")
     if gpu.mig is not None:
         try:
-            place_mig_devices(slot, gpu.mig.profiles, gpu.mig.devices)
+            place_mig_devices(position, gpu.mig.profiles, gpu.mig.devices)
         except PresetError as error:
-            raise PresetError(f"gpus[{slot}].{error}") from None
+            raise PresetError(f"gpus[{position}].{error}") from None
     return gpu
 
 
 def _reject_duplicates(spec: NodeSpec) -> None:
     for key in ("uuid", "pci_bus_id", "minor"):
         seen: dict[object, int] = {}
-        for slot, gpu in enumerate(spec.gpus):
+        for position, gpu in enumerate(spec.gpus):
             value = getattr(gpu, key)
             if value in seen:
-                raise PresetError(f"gpus[{slot}].{key}: {value} is gpus[{seen[value]}]'s already")
-            seen[value] = slot
+                raise PresetError(f"gpus[{position}].{key}: {value} is gpus[{seen[value]}]'s already")
+            seen[value] = position
 
 
 def _mapping(value: object, where: str) -> dict[str, object]:

@@ -22,18 +22,18 @@ class PlacedMigDevice:
     uuid: str
 
 
-def gpu_uuid(slot: int) -> str:
-    """Name the GPU of a slot: the same node always has the same UUIDs."""
-    return f"GPU-00000000-0000-4000-8000-{slot:012x}"
+def gpu_uuid(position: int) -> str:
+    """Name the GPU of a position: the same node always has the same UUIDs."""
+    return f"GPU-00000000-0000-4000-8000-{position:012x}"
 
 
-def mig_uuid(slot: int, gi: int, ci: int) -> str:
+def mig_uuid(position: int, gi: int, ci: int) -> str:
     """Name the MIG device at a place: a device that moves is another device."""
-    return f"MIG-00000000-0000-5000-8000-{slot:04x}{gi:04x}{ci:04x}"
+    return f"MIG-00000000-0000-5000-8000-{position:04x}{gi:04x}{ci:04x}"
 
 
 def place_mig_devices(
-    slot: int, profiles: Sequence[MigProfileSpec], devices: Sequence[MigDeviceSpec]
+    position: int, profiles: Sequence[MigProfileSpec], devices: Sequence[MigDeviceSpec]
 ) -> tuple[PlacedMigDevice, ...]:
     """Place the devices. Raises PresetError for an unknown profile or when they do not fit on one GPU."""
     instances: dict[int, int] = {}
@@ -57,7 +57,7 @@ def place_mig_devices(
                 ci=device.ci,
                 slices=slices,
                 start=places[gi],
-                uuid=device.uuid or mig_uuid(slot, gi, device.ci),
+                uuid=device.uuid or mig_uuid(position, gi, device.ci),
             )
         )
         used[gi] += slices

@@ -1,7 +1,7 @@
 """What a simulated GPU node consists of, as one reads it from a preset or a scenario.
 
 *Invariants*
-- A GPU is its slot, the position in `NodeSpec.gpus`, for as long as the node lives; NVML's index may differ
+- A GPU is its position, the position in `NodeSpec.gpus`, for as long as the node lives; NVML's index may differ
   once GPUs are removed.
 - `None` means the hardware does not have it, and NVML says NOT_SUPPORTED.
 - Records are closed: a misspelt key is an error, never a default.
@@ -128,7 +128,7 @@ class MigSpec(Spec, frozen=True, kw_only=True):
 
 
 class GpuSpec(Spec, frozen=True, kw_only=True):
-    """One GPU. `uuid`, `serial` and `minor` follow from its slot where a preset leaves them out."""
+    """One GPU. `uuid`, `serial` and `minor` follow from its position where a preset leaves them out."""
 
     uuid: Name
     serial: Annotated[str, Meta(max_length=29)] | None
@@ -165,7 +165,7 @@ class GpuSpec(Spec, frozen=True, kw_only=True):
 
 
 class NodeSpec(Spec, frozen=True, kw_only=True):
-    """A node: what its driver says, and its GPUs by slot. `cuda_version` is 1000 major + 10 minor."""
+    """A node: what its driver says, and its GPUs by position. `cuda_version` is 1000 major + 10 minor."""
 
     driver_version: Name
     nvml_version: Name

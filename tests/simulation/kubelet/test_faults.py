@@ -24,7 +24,7 @@ async def test_the_fault_answers_with_its_message_so_many_times(kubelet: Emulate
 async def test_the_fault_lasts_until_cleared(kubelet: EmulatedKubelet) -> None:
     async with plugin_for(kubelet) as plugin:
         await kubelet.apply_fault("refuse")
-        assert await rejection(plugin) == "registration refused by the simulated kubelet"
+        assert await rejection(plugin) == "registration rejected by the simulated kubelet"
         await kubelet.apply_fault("clear", fault="refuse")
         await plugin.register()
 
