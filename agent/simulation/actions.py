@@ -100,7 +100,8 @@ class ReturnCode:
         """Force the answer, or end that."""
         function = None if self.call == "all" else self.call
         position = None if self.gpu == "all" else node.position(self.gpu)
-        where = f"{function or 'every NVML call'} on {'every GPU' if position is None else node.gpu_name(position)}"
+        gpus = "every GPU" if position is None else node.gpu_name(position)
+        where = f"{function or 'every NVML call'} on {gpus}"
         if self.code is None:
             node.nvml.clear_return(function, gpu=position)
             return f"{where} answers as usual"
@@ -126,7 +127,8 @@ class Hang:
         """Start the hang."""
         position = None if self.gpu is None else node.position(self.gpu)
         node.nvml.hang(gpu=position)
-        return f"NVML calls {'of the whole driver' if position is None else f'on {node.gpu_name(position)}'} hang"
+        where = "of the whole driver" if position is None else f"on {node.gpu_name(position)}"
+        return f"NVML calls {where} hang"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ _ASK_AGAIN_S: Final = 0.05
 
 
 class NoProbeError(AgentError):
-    """The agent says that its probe cannot be loaded."""
+    """The agent reports that its probe cannot be loaded."""
 
 
 class AgentWatch:

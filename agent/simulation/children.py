@@ -1,10 +1,10 @@
-"""The processes a demo starts: none of them outlives it, and what one says last is known.
+"""The processes a demo starts: none of them outlives it, and the last output of each is kept.
 
 Guarantees:
 
 1. A child gets SIGTERM from the kernel when its parent dies, however that happens.
 2. It is in a process group of its own, so Ctrl-C reaches the parent alone, which ends them in order.
-3. What it writes is read for ever, so it never blocks; the log file and the memory kept are bounded.
+3. Its output is read until it exits, so it never blocks; the log file and the memory kept are bounded.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class BoundedLog:
         """Append; a full disk loses the log, not the demo."""
         with contextlib.suppress(OSError):
             self._file.write(data)
-            if self._file.tell() > MAX_LOG_BYTES:
+            if os.fstat(self._file.fileno()).st_size > MAX_LOG_BYTES:
                 self._path.replace(self._path.with_suffix(".log.1"))
                 self._file.close()
                 self._file = self._path.open("ab", buffering=0)
@@ -111,7 +111,7 @@ class Child:
         return await asyncio.shield(self._first_line)
 
     async def exited(self) -> int:
-        """Wait for the end and for all that was said; returns the exit status, negative for a signal."""
+        """Wait for the exit and for all output; returns the exit status, negative for a signal."""
         code = await self._process.wait()
         await asyncio.wait(self._reading)
         return code

@@ -112,7 +112,7 @@ class ControlServer:
     async def _send_feed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._watchers += 1
         try:
-            # A watcher says nothing more: its end of file is how it leaves, also when it has read all.
+            # A watcher sends nothing more: its end of file ends the watch, also when it has read all.
             await first_of(gone=reader.read(1), sending=self._send_lines_and_stay(writer))
         finally:
             self._watchers -= 1
@@ -159,7 +159,7 @@ def _encode(line: Mapping[str, Any]) -> bytes:
 
 
 def not_running(node_dir: Path) -> NotRunningError:
-    """Return the error that says how to start a node."""
+    """Return the error that explains how to start a node."""
     return NotRunningError(
         f"No simulated node runs in {node_dir}; start one with gpu-agent demo, "
         "or name its directory with --node-dir"

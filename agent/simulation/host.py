@@ -28,7 +28,7 @@ from agent.simulation.scenario import Scenario
 from agent.simulation.stop_signals import StopSignals, first_of
 
 LINGER_S: Final = 10.0
-"""How long a scenario's node stays for those who follow it: they stop the agent first."""
+"""How long a scenario's node stays for its watchers: they stop the agent first."""
 AGENT_GOES_WITHIN_S: Final = 2.0
 """How long the directory stays for an agent that ends together with the node."""
 _POLL_S: Final = 0.02

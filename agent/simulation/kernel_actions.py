@@ -52,7 +52,7 @@ class KernelXid:
     gpu: str = parameter("GPU", "Position or UUID", name_text)
     gi: int | None = parameter("N", "GPU instance of the MIG device", _INSTANCE, default=None)
     ci: int | None = parameter("N", "Compute instance of the MIG device", _INSTANCE, default=None)
-    text: str = parameter("TEXT", "What the line says after the number", _log_text, default="")
+    text: str = parameter("TEXT", "The line's text after the number", _log_text, default="")
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Write it as the driver does."""
@@ -60,8 +60,8 @@ class KernelXid:
         pci = node.spec.gpus[position].pci_bus_id
         instance = "" if self.gi is None else f" GPU-I:{self.gi:02}"
         instance += "" if self.ci is None else f" GPU-CI:{self.ci:02}"
-        said = self.text or f"pid='<unknown>', name=<unknown>, {_MEANS.get(self.xid, 'simulated')}"
-        node.kernel_log.write(f"NVRM: Xid (PCI:{pci.rpartition('.')[0]}{instance}): {self.xid}, {said}")
+        text = self.text or f"pid='<unknown>', name=<unknown>, {_MEANS.get(self.xid, 'simulated')}"
+        node.kernel_log.write(f"NVRM: Xid (PCI:{pci.rpartition('.')[0]}{instance}): {self.xid}, {text}")
         if self.xid == FALLEN_OFF:
             node.kernel_log.write(f"NVRM: GPU {pci}: GPU has fallen off the bus.")
         return f"The kernel log has XID {self.xid} of {node.gpu_name(position)}"

@@ -83,7 +83,7 @@ class KernelLog:
             return
         self._waiting[session] = asyncio.Event()
         try:
-            # A reader says nothing: its end of file is how it leaves.
+            # A reader sends nothing: its end of file closes it.
             await first_of(gone=reader.read(1), sending=self._send(writer, self._waiting[session]))
         except (OSError, asyncio.CancelledError):
             pass  # the reader went away, or the node ends

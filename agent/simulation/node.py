@@ -192,7 +192,7 @@ class SimulatedNode:
         return await self.apply(parse(name, given))
 
     def position(self, gpu: str) -> int:
-        """Return the position of a GPU that is given by position or UUID; raises UsageError for an unknown one."""
+        """Return the position of a GPU given by position or UUID; raises UsageError for an unknown one."""
         positions = range(self.nvml.gpus)
         if gpu.isascii() and gpu.isdigit() and len(gpu) < 9 and int(gpu) in positions:
             return int(gpu)

@@ -71,7 +71,7 @@ async def _apply(node: SimulatedNode, agent: AgentWatch, step: Step, began_ns: i
 
 
 async def _until(node: SimulatedNode, agent: AgentWatch, expected: Expectation) -> None:
-    """Wait until the kubelet and the agent say at once what they shall."""
+    """Wait until the kubelet and the agent report the expected state at once."""
     while True:
         await node.kubelet.wait_for(lambda kubelet: _shows(kubelet, expected), _FOREVER_S)
         condition = await agent.wait_for(expected)

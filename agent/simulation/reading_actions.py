@@ -87,7 +87,7 @@ class RecoveryAction:
         """Set the field."""
         position = node.position(self.gpu)
         node.nvml.set_recovery_action(position, self.action)
-        what = "is not offered" if self.action is None else f"is {self.action}"
+        what = "is not supported" if self.action is None else f"is {self.action}"
         return f"The recovery action of {node.gpu_name(position)} {what}"
 
 
@@ -121,7 +121,7 @@ class Ecc:
 
 @dataclass(frozen=True, slots=True)
 class RemappedRows:
-    """Set what row remapping says: rows that wait for a reset, or a remapping that failed."""
+    """Set what row remapping reports: rows that wait for a reset, or a remapping that failed."""
 
     state: str = parameter("STATE", "none, pending or failed", choice("none", "pending", "failed"))
     gpu: str = _gpu()
@@ -206,7 +206,7 @@ class Fabric:
 class Pcie:
     """Set the width that the PCIe link of a GPU has trained to."""
 
-    width: int = parameter("LANES", ", ".join(_WIDTHS), _width)
+    width: int = parameter("WIDTH", ", ".join(_WIDTHS), _width)
     gpu: str = _gpu()
     generation: int | None = parameter(
         "N", "Its generation; as it is by default", whole_number(1, 7), default=None

@@ -2,7 +2,7 @@
 
 *Invariants*
 - Device nodes are empty regular files, so opening them needs no rightsand means nothing.
-- MIG capability minors are numbered as the driver does it (see `capability_minors`), for each position's minor.
+- MIG capability minors are numbered as the driver does it (see `capability_minors`), for each GPU's minor.
 - A module that is loaded again and a device that is bound again are other inodes than before, as in sysfs.
 - Nothing outside the four roots is touched.
 

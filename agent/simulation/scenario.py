@@ -10,7 +10,7 @@
     timeout: 40s
 
 A step is applied when ``at`` (from the start) has come and the step before is done, and ``after`` has
-passed since then; it waits until the kubelet has shown what ``expect`` says. Leading steps at 0s without
+passed since then; it waits until the kubelet has shown what ``expect`` states. Leading steps at 0s without
 ``after`` and ``expect`` are there before the agent is. After ``{agent: kill}`` a demo starts the agent anew.
 An expectation may also be of what the agent reports: ``{probe: running}``, ``{condition: context_leak,
 kind: pod_gone, gpu: 3}``, or with ``active: false`` that it does so no more.
@@ -56,7 +56,7 @@ _KEYS: Final = ("node", "agent", "config", "steps", "until", "timeout")
 _STEP_KEYS: Final = ("at", "after", "do", "expect")
 _COUNTED_KEYS: Final = ("capacity", "allocatable", "registrations")
 _CONDITION_KEYS: Final = ("kind", "gpu", "active")
-"""What an expectation says of its condition."""
+"""The keys of an expectation that need a condition."""
 _EXPECTATION_KEYS: Final = ("resource", *_COUNTED_KEYS, "probe", "condition", *_CONDITION_KEYS)
 _DEFAULT_RESOURCE: Final = "nvidia.com/gpu"
 _DEFAULT_TIMEOUT_NS: Final = 60_000_000_000
@@ -297,7 +297,7 @@ class _Reader:
         code = self._word(f"{path}.condition", found.get("condition"), tuple(Reason))
         if "condition" not in found and found.keys() & set(_CONDITION_KEYS):
             self._doc.problem(
-                node, f"{path} says {listed(_CONDITION_KEYS, 'or')} of no condition; write condition too"
+                node, f"{path} has {listed(_CONDITION_KEYS, 'or')} without a condition; write condition too"
             )
         kind = self._word(f"{path}.kind", found.get("kind"), tuple(LeakKind))
         gpu = self._count(f"{path}.gpu", found.get("gpu"))

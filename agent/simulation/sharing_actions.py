@@ -78,7 +78,7 @@ _COMMANDS: Final[Mapping[str, str]] = {"start": "serves", "stop": "is away"}
 
 @dataclass(frozen=True, slots=True)
 class MpsDaemon:
-    """Start or stop the MPS control daemon, as the agent sees it: the file that says that it serves."""
+    """Start or stop the MPS control daemon, as the agent reads it: the file that marks it as running."""
 
     command: str = parameter("COMMAND", "start or stop", choice(*_COMMANDS))
 

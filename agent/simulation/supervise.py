@@ -108,7 +108,7 @@ class _Agent:
             await self.child.stop(AGENT_PATIENCE_S, impatient=impatient)
 
     async def show(self, client: AgentClient, tables: Tables | None) -> None:
-        """Show for ever where the agent answers, once it does."""
+        """Show where the agent answers, once it does, until cancelled."""
         while True:
             self._changed.clear()
             if tables is not None and self.child is not None:
@@ -185,7 +185,7 @@ async def _follow(node_dir: Path, output: Output, end: list[Line]) -> None:
             end.append(line)
         if not await output.show_line(line) or end:
             return
-    # The node's process has ended, and its exit status says why.
+    # The node's process has ended, and its exit status has the reason.
     await asyncio.Event().wait()
 
 
@@ -197,7 +197,7 @@ async def _raise_unless_expected(which: str, child: Child, wanted: Demo, end: li
         how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
         words = child.last_words()
         raise AgentError(
-            f"The {name} ended unexpectedly {how}" + (f"; it said last:\n{words}" if words else "")
+            f"The {name} ended unexpectedly {how}" + (f"; its last output:\n{words}" if words else "")
         )
     if end and not end[0]["ok"]:
         raise UsageError(end[0]["text"]) if end[0]["exit"] == EXIT_USAGE else AgentError(end[0]["text"])

@@ -123,7 +123,7 @@ async def test_an_agent_that_cannot_start_is_shown_with_its_last_words(
     result = await play(str(path), node_dir)
 
     assert result.status == 1
-    assert "The agent ended unexpectedly with exit status 1; it said last:" in result.err
+    assert "The agent ended unexpectedly with exit status 1; its last output:" in result.err
     assert "driver" in result.err.lower()
     assert "Traceback" not in result.err
     assert not node_dir.exists()

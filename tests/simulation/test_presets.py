@@ -106,7 +106,7 @@ def test_an_inline_node_changes_single_gpus() -> None:
         ),
         (
             {"preset": "8x-a100", "gpu": {"mig": {"devices": [{"profile": "9g.1gb"}]}}},
-            "gpus[0].mig.devices[0].profile: '9g.1gb' is not offered, choose from 1g.10gb",
+            "gpus[0].mig.devices[0].profile: '9g.1gb' is not supported, choose from 1g.10gb",
         ),
         (
             {"preset": "8x-a100", "gpu": {"mig": {"devices": [{"profile": "1g.10gb", "gi": 7}] * 2}}},

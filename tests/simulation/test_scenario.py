@@ -170,7 +170,7 @@ def test_what_is_expected_of_the_agent_wrongly_is_reported(tmp_path: Path) -> No
         "s.yaml:4: steps[1].expect.condition",
         "s.yaml:5: steps[2].expect.kind",
         "s.yaml:5: steps[2].expect.active",
-        "s.yaml:6: steps[3].expect says kind, gpu or active of no condition; write condition too",
+        "s.yaml:6: steps[3].expect has kind, gpu or active without a condition; write condition too",
     ]
     assert found[0].endswith('must be running, not "runs"')
     assert found[3].endswith('must be true or false, not "perhaps"')

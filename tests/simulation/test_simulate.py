@@ -78,7 +78,7 @@ async def ask(node: SimulatedNode, line: bytes) -> bytes:
         ("reload-module", {}, "The driver's modules were loaded anew"),
         ("recovery-action", {"action": "drain-reset", "gpu": "3"}, "The recovery action of GPU 3 ("),
         ("recovery_action", {"action": "7", "gpu": "3"}, ") is 7"),
-        ("recovery-action", {"action": "unsupported", "gpu": "3"}, ") is not offered"),
+        ("recovery-action", {"action": "unsupported", "gpu": "3"}, ") is not supported"),
         ("ecc", {"count": "2", "gpu": "1"}, "counts 2 uncorrected ECC errors (volatile, dram)"),
         ("remapped-rows", {"state": "failed", "gpu": "1"}, "Row remapping of GPU 1 ("),
         ("temperature", {"celsius": "95", "gpu": "1"}, ") has 95 C"),

@@ -8,7 +8,7 @@ Guarantees:
 1. The mount is in no directory of the machine: it is detached as soon as it is made, and reached through
    a descriptor of the process that serves it. However that process ends, nothing stays mounted, every
    call fails, and no caller stays held.
-2. Looking at a file (stat) is always answered.
+2. A stat of a file is always answered.
 3. A file's inode number is the number given for it.
 
 Needs root (CAP_SYS_ADMIN) and /dev/fuse. Only ``hold``, ``slow``, ``release`` and ``held`` may be called from
@@ -93,7 +93,7 @@ class Ioctl(NamedTuple):
     argument: int
     """The caller's third argument; its memory, where it is an address."""
     data: bytes
-    """What the command's size bits say that is copied in."""
+    """How many bytes are copied in, from the command's size bits."""
 
 
 class IoctlAnswer(NamedTuple):

@@ -45,7 +45,7 @@ class Gpu(NamedTuple):
 
 UVM_MAJOR: Final = 508
 CAPABILITIES_MAJOR: Final = 234
-"""The kernel gives these two out as it likes, so they are what the simulated /proc/devices says."""
+"""The kernel assigns these two; the simulated /proc/devices lists them."""
 
 
 def inodes(gpus: Sequence[Gpu], capabilities: Sequence[int] = ()) -> dict[str, int]:

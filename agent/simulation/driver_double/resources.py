@@ -7,7 +7,7 @@ handle is no error, a copy lives on its own, and the end of the file frees its c
 *Invariants*
 - Every object but its client has a parent that lives.
 - ``allocated - freed`` of contexts is the number that lives, always.
-- Clients and objects are bounded; over that, allocations are rejected as by a driver that is out of resources.
+- Clients and objects are bounded; beyond that, allocations are rejected as by a driver without resources.
 
 Sources: open-gpu-kernel-modules, rs_server.c, rs_client.c, escape.c.
 """
@@ -41,7 +41,7 @@ class _Client:
 
 @dataclass(slots=True)
 class Counts:
-    """What was granted since the start, rejections apart."""
+    """Calls and objects since the start."""
 
     allocated: int = 0
     """Objects, clients among them, by ALLOC and by DUP."""
@@ -159,7 +159,7 @@ class ResourceManager:
             self._end_client(client)
 
     def reject(self, status: int) -> Rejected:
-        """Return what to raise for a call that is rejected before it comes here."""
+        """Return what to raise for a call that is rejected before it reaches the resource manager."""
         return self._rejection(status)
 
     # The books

@@ -1,6 +1,6 @@
 """The driver's calls as a program makes them: one function for each, on a descriptor.
 
-Every call raises CallRejected where the driver refuses it, OSError where the system call fails.
+Every call raises CallRejected where the driver rejects it, OSError where the system call fails.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ class CallRejected(Exception):  # noqa: N818 - it is a status, not an error of o
     """The driver answered a status other than 0."""
 
     def __init__(self, call: str, status: int) -> None:
-        super().__init__(f"{call} was refused with status {status:#x}")
+        super().__init__(f"{call} was rejected with status {status:#x}")
         self.status = status
 
 

@@ -208,13 +208,13 @@ class NodeProcesses:
 
     def _cgroup_of_pod(self, pod: str) -> Path:
         """Return the cgroup of a pod that the kubelet shows; its directory of logs names the UID."""
-        beginning = pod.replace("/", "_", 1) + "_"
+        prefix = pod.replace("/", "_", 1) + "_"
         logs = self._directory.pod_logs
         names = [path.name for path in logs.iterdir()] if logs.is_dir() else []
-        found = [name for name in names if name.startswith(beginning)]
+        found = [name for name in names if name.startswith(prefix)]
         if not found:
             raise UsageError(f"There is no pod {pod} on the simulated node; run it first, with run-pod")
-        cgroup = self._places.of_pod(found[0].removeprefix(beginning), CONTAINER)
+        cgroup = self._places.of_pod(found[0].removeprefix(prefix), CONTAINER)
         if cgroup is None:
             raise AgentError("No process can be put into a pod here: no hierarchy of cgroups can be written")
         return cgroup

@@ -180,7 +180,7 @@ class EmulatedKubelet:
         words = ["running" if self.running else "down", *(shown or ["no resource"])]
         words.append(f"{self._registry.registration_count} registrations")
         if self._registry.registrations and self._registry.registrations[-1].error is not None:
-            words.append(f"last refused with {self._registry.registrations[-1].error!r}")
+            words.append(f"last rejected with {self._registry.registrations[-1].error!r}")
         if self._registry.stream_ends:
             words.append(f"last stream ended with {self._registry.stream_ends[-1].cause!r}")
         return ", ".join(words)
@@ -269,7 +269,7 @@ class EmulatedKubelet:
         )
         self._node.kubelet_started(first=self._starts == 0)
         try:
-            await process.start(services, refuse=lambda: self._pause(rejecting_s))
+            await process.start(services, before_listening=lambda: self._pause(rejecting_s))
         except BaseException as error:
             process.unlink()
             await process.finish()
@@ -359,7 +359,7 @@ class EmulatedKubelet:
     # Faults.
 
     async def apply_fault(self, name: str, **params: object) -> None:
-        """Do what the fault of this name says; raises UsageError for a bad name or parameter.
+        """Apply the fault of this name; raises UsageError for a bad name or parameter.
 
         Returns when it is done: a restart when the new kubelet accepts connections, ``absent`` when it is
         down. Lasting faults end by their own parameters or by ``clear``.
@@ -367,7 +367,7 @@ class EmulatedKubelet:
         await self.apply(parse_fault(name, params))
 
     async def apply(self, fault: Fault) -> None:
-        """Do what an already checked fault says; see ``apply_fault``."""
+        """Apply an already checked fault; see ``apply_fault``."""
         await self._faults.apply(fault)
 
     def _spawn(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:

@@ -1,4 +1,4 @@
-"""Doing what a fault says: each named fault, and its end, on a running kubelet."""
+"""Applying and clearing each named fault on a running kubelet."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -40,10 +40,10 @@ class FaultActions:
         self._registry = registry
         self._device_plugins = device_plugins
         self._spawn = spawn
-        self._stopping: dict[str, asyncio.Task[Any]] = {}
+        self._clearing: dict[str, asyncio.Task[Any]] = {}
 
     async def apply(self, fault: f.Fault) -> None:  # noqa: C901, PLR0912 (one branch for each fault)
-        """Do what the fault says; raises UsageError where there is nothing it could act on."""
+        """Apply the fault; raises UsageError where there is nothing it could act on."""
         match fault:
             case f.RejectRegistrations():
                 self._registry.faults.set_rejection(fault)
@@ -55,9 +55,9 @@ class FaultActions:
                 self._stop_reading(fault)
             case f.DeleteSockets():
                 self._delete_sockets(fault)
-            case f.Restart(downtime=downtime, how=how, refusing=refusing):
+            case f.Restart(downtime=downtime, how=how, refusing=rejecting_s):
                 self._forget_end("absent")
-                await self._life.restart(downtime_s=downtime, kill=how == "kill", rejecting_s=refusing)
+                await self._life.restart(downtime_s=downtime, kill=how == "kill", rejecting_s=rejecting_s)
             case f.Race():
                 await self._race(fault)
             case f.Forget():
@@ -136,14 +136,14 @@ class FaultActions:
     def _end_after(self, name: str, seconds: float) -> None:
         async def end() -> None:
             await asyncio.sleep(seconds)
-            self._stopping.pop(name, None)
+            self._clearing.pop(name, None)
             await self._clear(name)
 
-        self._stopping[name] = self._spawn(end(), f"kubelet-fault-{name}")
+        self._clearing[name] = self._spawn(end(), f"kubelet-fault-{name}")
 
     def _forget_end(self, name: str) -> None:
         """Let a newer fault of the same name decide when it ends."""
-        task = self._stopping.pop(name, None)
+        task = self._clearing.pop(name, None)
         if task is not None:
             task.cancel()
 

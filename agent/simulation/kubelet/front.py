@@ -117,7 +117,7 @@ class SocketFront:
         self._count = 0
 
     def bind(self) -> None:
-        """Create the file; until ``listen`` a connection to it is refused."""
+        """Create the file; until ``listen`` it refuses connections."""
         self._socket = _unix_socket()
         self._socket.bind(os.fspath(self._path))
         status = self._path.stat()

@@ -28,7 +28,7 @@ Requests = Mapping[str, Mapping[str, int]]
 
 @dataclass(slots=True)
 class Grant:
-    """Devices of one resource that one container got; the answer is what the plugin said."""
+    """Devices of one resource that one container got; the answer is the plugin's."""
 
     ids: tuple[str, ...]
     numa: dict[str, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""The part of a kubelet that dies and comes back: its socket files and the servers behind them.
+"""The part of a kubelet that dies and restarts: its socket files and the servers behind them.
 
 Invariants (facts: kubelet item 4):
 
@@ -40,11 +40,14 @@ class KubeletProcess:
         return self._registration.peer_pid(name)
 
     async def start(
-        self, services: tuple[tuple[str, Mapping[str, Any]], ...], *, refuse: Callable[[], Awaitable[None]]
+        self,
+        services: tuple[tuple[str, Mapping[str, Any]], ...],
+        *,
+        before_listening: Callable[[], Awaitable[None]],
     ) -> None:
         """Clean the folder and serve; ``services`` are those of registration and of pod resources.
 
-        Connections to kubelet.sock are refused, though the file is there, until ``refuse`` returns.
+        kubelet.sock exists and refuses connections until ``before_listening`` returns.
         """
         for directory in (self._device_plugins, self._pod_resources):
             directory.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -56,7 +59,7 @@ class KubeletProcess:
         self._pods.bind()
         await self._pods.listen()
         self._registration.bind()
-        await refuse()
+        await before_listening()
         await self._registration.listen()
 
     def close(self, *, kill: bool) -> None:

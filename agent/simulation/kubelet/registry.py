@@ -62,7 +62,7 @@ class RegistrationFaults:
         self._delayed = 0
 
     def set_rejection(self, fault: RejectRegistrations | None) -> None:
-        """Refuse from now on, or no more."""
+        """Set the fault, or clear it."""
         self.rejecting, self._rejected = fault, 0
 
     def set_delay(self, fault: Delay | None) -> None:
@@ -70,7 +70,7 @@ class RegistrationFaults:
         self.delay, self._delayed = fault, 0
 
     def next_rejection(self) -> str | None:
-        """Count one Register call; return the text to refuse it with."""
+        """Count one Register call; return the error to answer."""
         if self.rejecting is None or (
             self.rejecting.times is not None and self._rejected >= self.rejecting.times
         ):
@@ -306,7 +306,7 @@ class Registry:
 
 
 def is_extended_resource_name(name: str) -> bool:
-    """Return whether a plugin may offer it. Source: kubernetes pkg/apis/core/v1/helper."""
+    """Return whether a plugin may register it. Source: kubernetes pkg/apis/core/v1/helper."""
     prefix, slash, label = name.partition("/")
     if not slash or "kubernetes.io/" in name or name.startswith("requests."):
         return False

@@ -17,7 +17,7 @@ REGISTRATION: Final = "v1beta1.Registration"
 POD_RESOURCES: Final = "v1.PodResourcesLister"
 PODS_PER_SECOND: Final = 100
 PODS_BURST: Final = 10
-"""Calls to PodResources that are answered; further ones are refused."""
+"""Calls to PodResources that are answered; further ones are rejected."""
 
 
 def registration_methods(registry: Registry, peer_pid: Callable[[str], int | None]) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ class StaticPods:
         self._pods: dict[str, tuple[str, str, asyncio.Task[Any]]] = {}
 
     async def run(self) -> None:
-        """Follow the folder for ever."""
+        """Follow the folder until cancelled."""
         waiter = ChangeWaiter()
         try:
             waiter.use(DirectoryWatch(self._directory))

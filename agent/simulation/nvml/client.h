@@ -11,7 +11,7 @@ enum kind { INVALID, UNREADABLE, DEVICE, MIG_DEVICE, GPU_INSTANCE };
 
 struct target {
     enum kind kind;
-    int gpu; /* slot, or NODE_NO_GPU */
+    int gpu; /* position, or NODE_NO_GPU */
     unsigned int gi, ci;
 };
 
@@ -20,7 +20,7 @@ struct target resolve(handle_t handle);
 handle_t device_handle(int gpu);
 handle_t instance_handle(enum kind kind, int gpu, uint64_t generation, uint64_t gi, uint64_t ci);
 
-/* Counts the call, blocks while it is to hang, and says what it must answer instead (RC_SUCCESS: go on). */
+/* Counts the call, blocks while it is to hang, and returns what it must answer instead (RC_SUCCESS: go on). */
 int gate(int function, int gpu);
 
 /* The parts of the gate, for a call that sleeps on its way: an event wait. */
@@ -34,13 +34,13 @@ void device_open(int gpu);
 void device_ask(int gpu); /* may block for as long as the node's file system likes */
 void device_close_all(void);
 
-/* GPUs by slot, in nvml.c. */
+/* GPUs by position, in nvml.c. */
 int gpu_count(void);
 bool visible(int gpu);
 void pci_of(const struct gpu_config *gpu, abi_pci_t *out);
 void fill_pci(abi_pci_t *out, uint64_t domain, uint64_t bus, uint64_t device, uint64_t id, uint64_t subsystem);
 
-/* The refusal of a call that only a whole GPU answers. */
+/* The code of a call that only a whole GPU answers; RC_SUCCESS for one. */
 int whole_device(const struct target *at);
 
 int answer_text(const char *text, char *out, unsigned int length);

@@ -303,7 +303,7 @@ API int64_t gpusim_push_event(struct control *control, int gpu, uint64_t type, u
     return (int64_t)sequence;
 }
 
-/* A GPU was bound to its driver, or unbound; what its configuration says of it stays as it is. */
+/* A GPU was bound to its driver, or unbound; its configuration does not change. */
 API int gpusim_push_rebind(struct control *control, int gpu, int bound) {
     if (gpu == NODE_NO_GPU || !known_scope(gpu) || !hold_file(control->fd)) return 0;
     struct node *node = control->node;

@@ -2,7 +2,8 @@
 
 *Guarantees*
 - What is written inside one `change` appears to NVML clients together, or not at all.
-- A scope is a GPU's position, or NODE for the node itself; a wrong one is an NvmlStateError and changes nothing.
+- A scope is a GPU's position, or NODE for the node itself. A wrong one raises NvmlStateError and changes
+  nothing.
 """
 
 import ctypes
@@ -92,7 +93,7 @@ class NodeControl:
             self._functions.gpusim_commit(handle)
 
     def write_number(self, field: str, index: int, value: int | None) -> None:
-        """Set one number; None makes the calls that read it say NOT_SUPPORTED."""
+        """Set one number; None makes the calls that read it answer NOT_SUPPORTED."""
         kept = _UNSUPPORTED if value is None else value
         if not self._functions.gpusim_set_number(self._opened(), field.encode(), index, kept):
             raise NvmlStateError(f"there is no number {field}[{index}]")
@@ -105,7 +106,7 @@ class NodeControl:
                 self.write_number(field, index, one)
 
     def write_texts(self, texts: Texts) -> None:
-        """Set texts; None is the empty one, which makes the calls that read it say NOT_SUPPORTED."""
+        """Set texts; None is the empty one, which makes the calls that read it answer NOT_SUPPORTED."""
         handle = self._opened()
         for field, value in texts.items():
             each = [value or ""] if value is None or isinstance(value, str) else value

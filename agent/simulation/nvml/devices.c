@@ -2,7 +2,7 @@
  *
  * Guarantees
  * - As with the real library, nvidiactl is opened by the first init, a GPU's node when its handle is first
- *   asked for, and the last shutdown closes them all, whatever the driver says.
+ *   asked for, and the last shutdown closes them all, whatever the driver answers.
  * - A node that is missing or cannot be opened is no trouble: a simulation needs no doubles of devices.
  * - A node on a FUSE file system is read before each call on it, so that its server can hold the
  *   caller in the kernel.
@@ -54,7 +54,7 @@ void device_open(int gpu) {
 static void ask(struct device_node *device) {
     int fd = __atomic_load_n(&device->fd, __ATOMIC_ACQUIRE);
     char byte;
-    if (fd >= 0 && device->asked && pread(fd, &byte, sizeof byte, 0) < 0) return; /* it came back: enough */
+    if (fd >= 0 && device->asked && pread(fd, &byte, sizeof byte, 0) < 0) return; /* the call returned: enough */
 }
 
 void device_ask(int gpu) {

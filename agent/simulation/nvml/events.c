@@ -96,7 +96,7 @@ static bool wanted(const struct event_set *set, const struct node_event *event) 
 static bool read_event(const struct node *node, uint64_t sequence, struct node_event *out) {
     *out = node->events[sequence % NODE_EVENTS];
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    /* The writer of event n + NODE_EVENTS starts on the entry of n while the head still says so. */
+    /* The writer of event n + NODE_EVENTS starts on the entry of n before it moves the head. */
     return __atomic_load_n(&node->event_head, __ATOMIC_RELAXED) - sequence < NODE_EVENTS;
 }
 

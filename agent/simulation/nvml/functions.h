@@ -1,7 +1,7 @@
 /* Every function the library exports, numbered: what a client may resolve must be there.
  *
  * ANSWERED functions are written out in the C files. UNANSWERED ones count, hang and fail like the others and
- * otherwise say NOT_SUPPORTED; a feature that needs one moves it up and writes it.
+ * otherwise answer NOT_SUPPORTED; a feature that needs one moves it up and writes it.
  */
 #pragma once
 

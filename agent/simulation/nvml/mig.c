@@ -182,7 +182,7 @@ API int nvmlDeviceGetAttributes_v2(handle_t device, abi_attributes_t *out) {
 
 /* --- profiles ------------------------------------------------------------------------------------------ */
 
-/* The row of the profile whose `column` says `value`, or NODE_PROFILES. */
+/* The row of the profile whose `column` is `value`, or NODE_PROFILES. */
 static unsigned int profile_by(const struct gpu_config *gpu, const uint64_t *column, uint64_t value) {
     unsigned int count = (unsigned int)number(gpu->profiles);
     for (unsigned int row = 0; row < count && row < NODE_PROFILES; row++)

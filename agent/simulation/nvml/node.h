@@ -7,7 +7,7 @@
  * - A scalar is one aligned 64-bit word. What must be read together is read under `revision` (a sequence
  *   lock with a bounded number of tries: a controller killed inside its few microseconds of copying
  *   cannot block a client).
- * - An event is written into its slot before `event_head` says so; readers keep their own position.
+ * - An event is written into its entry before `event_head` counts it; readers keep their own position.
  * - Sleepers wait on `wake`; every change of the configuration and every event bumps and wakes it.
  */
 #pragma once
@@ -20,9 +20,9 @@
 #include "functions.h"
 
 enum {
-    NODE_GPUS = 32,        /* GPU slots of a node */
+    NODE_GPUS = 32,        /* GPUs of a node */
     NODE_MIGS = 64,        /* MIG devices of a GPU: 8 GPU instances of up to 8 compute instances */
-    NODE_PROFILES = 16,    /* MIG profiles a GPU offers */
+    NODE_PROFILES = 16,    /* MIG profiles of a GPU */
     NODE_LINKS = 36,       /* NVLinks of a GPU, as NVML_NVLINK_MAX_LINKS */
     NODE_PROCESSES = 128,  /* processes on a GPU */
     NODE_EVENTS = 1024,    /* events a slow reader may be behind before it loses the oldest */
@@ -89,8 +89,8 @@ struct gpu_config {
 };
 
 struct node_event {
-    uint64_t sequence; /* of this slot's event, counted from 0 */
-    int32_t gpu;       /* slot, or NODE_UNREADABLE_GPU */
+    uint64_t sequence; /* of this entry's event, counted from 0 */
+    int32_t gpu;       /* position, or NODE_UNREADABLE_GPU */
     uint32_t gi, ci;
     uint64_t type, data;
     uint64_t pushed_ns, returned_ns; /* CLOCK_MONOTONIC; returned: by the first wait that handed it over, or 0 */
@@ -152,7 +152,7 @@ void node_read_begin(const struct node *node, struct node_read *read);
 bool node_read_again(const struct node *node, struct node_read *read);
 
 /* Sleeps until the word differs from `seen`, at the latest until `deadline_ns` of CLOCK_MONOTONIC
- * (UINT64_MAX: for ever). False when the deadline passed. */
+ * (UINT64_MAX: without a limit). False when the deadline passed. */
 bool node_sleep(uint32_t *word, uint32_t seen, uint64_t deadline_ns);
 /* Bumps the word and wakes its sleepers. */
 void node_wake(uint32_t *word);

@@ -1,7 +1,7 @@
 /* The answers about the node and about what its GPUs are and read.
  *
  * A number that is NODE_UNSUPPORTED and an empty text answer NOT_SUPPORTED. What each call means is NVML's
- * public API reference; where that leaves it open the comment says so.
+ * public API reference; where the reference leaves it open, a comment notes it.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -179,7 +179,7 @@ API int nvmlDeviceGetHandleByUUID(const char *uuid, handle_t *out) {
     return code;
 }
 
-/* Domain:bus:device.function in hexadecimal, the domain and the function may be left out. */
+/* Domain:bus:device.function in hexadecimal, the domain and the function are optional. */
 static int by_bus_id(const char *text) {
     unsigned int domain, bus, device;
     if (sscanf(text, "%x:%x:%x", &domain, &bus, &device) != 3) {

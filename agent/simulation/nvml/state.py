@@ -186,7 +186,7 @@ class NvmlState:
         return self._node.push_event(position, kind, data, _instance(gi), _instance(ci))
 
     def enable_system_events(self) -> None:
-        """Let NVML offer its events of GPUs bound and unbound, as newer drivers do."""
+        """Make NVML support its events of GPUs bound and unbound, as newer drivers do."""
         self._set(NODE, {"system_events": 1})
 
     def push_rebind(self, gpu: int, *, bound: bool) -> None:
@@ -267,7 +267,7 @@ class NvmlState:
         pending: bool = False,
         failed: bool = False,
     ) -> None:
-        """Set what row remapping says."""
+        """Set what row remapping reports."""
         self._set(gpu, {"remapped_rows": [correctable, uncorrectable, int(pending), int(failed)]})
 
     def set_pages_pending(self, gpu: int, *, pending: bool | None) -> None:

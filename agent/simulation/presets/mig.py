@@ -72,9 +72,9 @@ def _instance(
     rows = {profile.name: row for row, profile in enumerate(profiles)}
     row = rows.get(device.profile)
     if row is None:
-        offered = ", ".join(rows) or "none"
+        supported = ", ".join(rows) or "none"
         raise PresetError(
-            f"mig.devices[{number}].profile: {device.profile!r} is not offered, choose from {offered}"
+            f"mig.devices[{number}].profile: {device.profile!r} is not supported, choose from {supported}"
         )
     gi = device.gi
     if gi is None:
@@ -93,13 +93,13 @@ def _starts(wanted: Sequence[MigProfileSpec]) -> list[int] | None:
     return _fit(wanted, frozenset())
 
 
-def _fit(wanted: Sequence[MigProfileSpec], taken: frozenset[int]) -> list[int] | None:
+def _fit(wanted: Sequence[MigProfileSpec], occupied: frozenset[int]) -> list[int] | None:
     if not wanted:
         return []
     first = wanted[0]
     for start in first.starts:
         slices = frozenset(range(start, start + first.size))
-        if taken.isdisjoint(slices) and (rest := _fit(wanted[1:], taken | slices)) is not None:
+        if occupied.isdisjoint(slices) and (rest := _fit(wanted[1:], occupied | slices)) is not None:
             return [start, *rest]
     return None
 

@@ -1,9 +1,9 @@
 """What a simulated GPU node consists of, as one reads it from a preset or a scenario.
 
 *Invariants*
-- A GPU is its position, the position in `NodeSpec.gpus`, for as long as the node lives; NVML's index may differ
-  once GPUs are removed.
-- `None` means the hardware does not have it, and NVML says NOT_SUPPORTED.
+- A GPU keeps its position in `NodeSpec.gpus` for as long as the node lives; NVML's index may differ once GPUs
+  are removed.
+- `None` means the hardware does not have it, and NVML answers NOT_SUPPORTED.
 - Records are closed: a misspelt key is an error, never a default.
 """
 
@@ -107,7 +107,7 @@ class MigProfileSpec(Spec, frozen=True, kw_only=True):
 
 
 class MigDeviceSpec(Spec, frozen=True, kw_only=True):
-    """A MIG device to be: instance ids, placement and UUID follow from the profile where they are left out.
+    """A MIG device to be: instance ids, placement and UUID follow from the profile where they are absent.
 
     `slices` below the profile's makes a compute instance smaller than its GPU instance.
     """
@@ -120,7 +120,7 @@ class MigDeviceSpec(Spec, frozen=True, kw_only=True):
 
 
 class MigSpec(Spec, frozen=True, kw_only=True):
-    """A GPU that can do MIG: what it offers, whether MIG is on, and its devices."""
+    """A GPU that can do MIG: its profiles, whether MIG is on, and its devices."""
 
     profiles: Annotated[tuple[MigProfileSpec, ...], Meta(max_length=MAX_MIG_PROFILES)]
     enabled: bool = False
@@ -165,7 +165,7 @@ class GpuSpec(Spec, frozen=True, kw_only=True):
 
 
 class NodeSpec(Spec, frozen=True, kw_only=True):
-    """A node: what its driver says, and its GPUs by position. `cuda_version` is 1000 major + 10 minor."""
+    """A node: what its driver reports, and its GPUs by position. `cuda_version` is 1000 major + 10 minor."""
 
     driver_version: Name
     nvml_version: Name
