@@ -467,14 +467,15 @@ class Agent:
     def _restart(self, component: ComponentId) -> None:
         if component.name == GPU_PROBER and self._assembly.nvml is not None:
             self._assembly.nvml.restart_gpu(GpuUuid(component.of))
-        elif component.name == LIST_AND_WATCH and self._serves_newest(ResourceName(component.of)):
+        elif component.name == LIST_AND_WATCH and self._recovers_by_registration(ResourceName(component.of)):
             return
         else:
             self._tasks.restart(component)
 
-    def _serves_newest(self, resource: ResourceName) -> bool:
-        """Return whether the sink serves the newest effect for a resource, so that a new one is a restart."""
-        return self._status.device_plugin is not None and self._status.device_plugin.serves_newest(resource)
+    def _recovers_by_registration(self, resource: ResourceName) -> bool:
+        """Return whether the registration that the core requests with the restart is the restart."""
+        plugin = self._status.device_plugin
+        return plugin is not None and plugin.recovers_by_registration(resource)
 
     def _evaluate(self, check: Callable[[Snapshot], str | None]) -> str | None:
         return check(self._latest.value)

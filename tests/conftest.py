@@ -111,6 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show the reasons of skipped tests: one for hundreds of tests."""
+    show_shares(terminalreporter)
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]) for report in skipped if isinstance(report.longrepr, tuple))
     for reason, count in reasons.most_common():
@@ -189,3 +190,20 @@ def _nothing_blocks_the_loop() -> Iterator[None]:
         # may be while the agent's code runs; the agent itself joins no thread.
         detector.functions["threading.Lock.acquire"].can_block_in("threading.py", "_wait_for_tstate_lock")
         yield
+
+
+SHARE = "share of the limit"
+
+
+def show_shares(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show how near injected faults came to the limits of the freshness table (tests/faults)."""
+    shares = [
+        (value, report.nodeid.rpartition("[")[2].rstrip("]"))
+        for report in terminalreporter.stats.get("passed", ())
+        for name, value in report.user_properties
+        if name == SHARE
+    ]
+    if shares:
+        terminalreporter.section("time until the kubelet's count, as a share of three periods and a deadline")
+    for value, part in sorted(shares, reverse=True):
+        terminalreporter.write_line(f"{value}  {part}")

@@ -226,12 +226,17 @@ class DevicePlugin:
                     self._proofs.prove(ComponentId(LIST_AND_WATCH, state.resource))
             await asyncio.sleep(LIST_TERMS.period_ns / 1e9)
 
-    def serves_newest(self, resource: ResourceName) -> bool:
-        """Return whether the newest effect for a resource is being served."""
+    def recovers_by_registration(self, resource: ResourceName) -> bool:
+        """Return whether a new registration sends the list that is overdue.
+
+        It does not while the newest effect is not served, and not when every watcher was written the newest
+        list: then the comparison of the lists hangs, and ``run`` has to start again.
+        """
         state = self._states.get(resource)
-        if state is None:
-            return True
-        return state.endpoint is not None and state.endpoint.service.generation == state.effect.generation
+        if state is None or state.endpoint is None:
+            return state is None
+        service = state.endpoint.service
+        return service.generation == state.effect.generation and not service.is_up_to_date()
 
     async def _clear_leftovers(self) -> None:
         """Remove what an agent that was killed served and this one may never serve."""

@@ -359,9 +359,14 @@ async def test_a_list_that_is_not_sent_to_the_watcher_is_noticed_and_sent_by_a_n
     monkeypatch.setattr(PluginService, "follow", hang)
     async with watched(tmp_path) as (served, stream):
         assert served.plugin.statistics()[GPU].service.is_up_to_date
+        # Nothing is overdue, so a registration would change nothing: the comparison of the lists hangs.
+        assert not served.plugin.recovers_by_registration(GPU)
         served.latest.publish(node(unhealthy=[3]))
         assert not served.plugin.statistics()[GPU].service.is_up_to_date
+        assert served.plugin.recovers_by_registration(GPU)
         served.register(generation=2)
+        # Not yet served.
+        assert not served.plugin.recovers_by_registration(GPU)
         await served.wait_fact(RegistrationFailed)
         assert await read(stream) is grpc.aio.EOF
         async with plugin(served.socket) as stub:
