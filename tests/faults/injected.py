@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
+from agent.model import components, facts
+from agent.model.ids import SourceName
+
 How = Literal["ends", "raises once", "raises always", "hangs"]
 
 HOWS: Final[dict[str, tuple[How, ...]]] = {
@@ -20,6 +23,22 @@ HOWS: Final[dict[str, tuple[How, ...]]] = {
 Outcome = Literal["sick one out", "all out", "process ends"]
 """What the kubelet has of a node on which a GPU broke: all but that one, nothing, or no agent."""
 
+Needs = Literal["nothing", "cdi", "mps", "bpf"]
+"""What the agent needs for the part to be there: CDI files, GPUs shared by MPS, the probe in the kernel."""
+
+Loss = Literal["spec file", "control node", "plugin socket", "device node"]
+"""What else is lost meanwhile, which the part alone would notice at once."""
+
+
+class Cover(NamedTuple):
+    """What does the work of a part that hangs and is never missed."""
+
+    by: str
+    """The part, and the period of it in which the loss is noticed."""
+    loss: Loss
+    voucher: SourceName
+    """The row of the freshness table whose limit the notice keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -31,32 +50,57 @@ class Case:
     """Where it is not only the sick GPU that is out."""
     kubelet_restarts: bool = False
     """Whether the part does nothing before the kubelet connects anew."""
-    unnamed: tuple[How, ...] = ()
-    """Ways of which nothing is said, because nothing rests on the part: others do it, a little later."""
+    governor: SourceName | None = None
+    """The row of the freshness table that bounds the kubelet's count; None: that of the fault's witness."""
+    check: str | None = None
+    """What /readyz names while the part raises or hangs; None: its owner; "": nothing, none rests on it."""
+    raising: str | None = None
+    """The same while it raises, where that is another."""
+    is_mute: bool = False
+    """Whether nothing is answered while the part raises or hangs: it is what answers."""
+    cover: Cover | None = None
+    """What covers a part that hangs without being named."""
+    needs: Needs = "nothing"
+    is_over_at_restart: bool = False
+    """Whether what hangs does so once: the kubelet's count needs it."""
+    stays: bool = False
+    """Whether a hanging thread is waited for, as the kernel may keep it: a second one would hang too."""
+    count_only: tuple[How, ...] = ()
+    """Ways of which only the kubelet's count is asserted as yet."""
+    unlisted: tuple[How, ...] = ()
+    """Ways that keep the kubelet from having anything, so that the GPU breaks when they are over."""
 
 
 ALL_OUT: Final[dict[How, Outcome]] = {"raises always": "all out"}
 ENDS: Final[dict[How, Outcome]] = {"raises always": "process ends"}
 
 CASES: Final[dict[str, Case]] = {
-    "task|cdi": Case(),
-    "task|cdi directory": Case(unnamed=("hangs",)),
-    "task|cdi files": Case(),
-    "task|cdi snapshots": Case(unnamed=("hangs",)),
+    "task|cdi": Case(needs="cdi"),
+    "task|cdi directory": Case(needs="cdi", cover=Cover("cdi files", "spec file", components.CDI)),
+    "task|cdi files": Case(needs="cdi"),
+    "task|cdi snapshots": Case(needs="cdi", cover=Cover("cdi files", "control node", components.CDI)),
+    "thread|cdi-writer": Case(needs="cdi"),
+    "write|cdi-writer": Case(needs="cdi"),
     "task|config-watch": Case(),
-    "task|device lists": Case(outcomes=ENDS, unnamed=("hangs",)),
-    "task|device-plugin": Case(outcomes=ENDS),
-    "task|engine": Case("xid", ENDS),
+    "task|device lists": Case(outcomes=ENDS, governor=components.LIST_AND_WATCH, check="list-and-watch"),
+    "task|device-plugin": Case(outcomes=ENDS, governor=components.LIST_AND_WATCH, check="list-and-watch"),
+    "task|engine": Case("xid", ENDS, governor=components.ENGINE, check="event-loop", is_over_at_restart=True),
     "task|eventlog": Case(),
     "task|evidence": Case(),
-    "task|http": Case(),
+    "task|http": Case(is_mute=True),
     "task|kernel-log": Case("kernel xid"),
     "task|kubelet": Case(),
     "task|kubelet directory": Case(),
-    "task|kubelet own sockets": Case(unnamed=("hangs",)),
-    "task|list-and-watch": Case(outcomes=ALL_OUT),
+    "task|kubelet own sockets": Case(cover=Cover("kubelet directory", "plugin socket", facts.KUBELET)),
+    "task|list-and-watch": Case(
+        outcomes=ALL_OUT,
+        governor=components.LIST_AND_WATCH,
+        check="list-and-watch",
+        raising="kubelet-registered",
+    ),
     "task|nvml": Case(outcomes=ALL_OUT),
-    "task|nvml-events": Case("xid", ALL_OUT, unnamed=("hangs",)),
+    # The thread goes on with its wait while the task hangs, so it is not always missed in time.
+    "task|nvml-events": Case("xid", ALL_OUT, count_only=("hangs",)),
     "task|nvml-gpu": Case(outcomes=ALL_OUT),
     "task|nvml-node": Case(outcomes=ALL_OUT),
     "task|pods": Case(),
@@ -64,7 +108,7 @@ CASES: Final[dict[str, Case]] = {
     "task|statefile": Case(),
     "task|sysfs": Case(),
     "task|sysfs scans": Case(),
-    "task|sysfs new nodes": Case(unnamed=("hangs",)),
+    "task|sysfs new nodes": Case(cover=Cover("sysfs scans", "device node", facts.SYSFS)),
     "thread|config-links": Case(),
     "thread|evidence-writer": Case(),
     "thread|kubelet-count": Case(),
@@ -72,7 +116,7 @@ CASES: Final[dict[str, Case]] = {
     "thread|nvml-gpu-N": Case(outcomes=ALL_OUT),
     "thread|pods-list": Case(),
     "thread|statefile-writer": Case(),
-    "thread|sysfs-scan": Case(),
+    "thread|sysfs-scan": Case(stays=True),
     "start|eventlog-import": Case(),
     "start|evidence-import": Case(),
     "start|kernel-log-import": Case("kernel xid"),
@@ -84,40 +128,51 @@ CASES: Final[dict[str, Case]] = {
     "callback|nvml-completions": Case(outcomes=ALL_OUT),
     "write|evidence-writer": Case(),
     "write|statefile-writer": Case(),
-    "task|http listeners": Case(),
+    "task|http listeners": Case(is_mute=True),
     "task|kubelet-count": Case(),
     "thread|config-fingerprint": Case(),
     "thread|eventlog-writer": Case(),
     "thread|nvml-event-wait": Case("xid"),
     "thread|nvml-events": Case("xid"),
     "thread|probe-reader": Case(),
-    "start|http-import": Case(),
+    "start|http-import": Case(is_mute=True),
     "start|config-watch-import": Case(),
     "start|probe-import": Case(),
-    "start|leftover-sweeper": Case(),
+    "start|leftover-sweeper": Case(check="", unlisted=("hangs",)),
     "start|kubelet-count-import": Case(),
-    "callback|http-accept-control": Case(),
-    "callback|http-read-control": Case(),
+    "callback|http-accept-control": Case(is_mute=True),
+    "callback|http-read-control": Case(is_mute=True),
     "write|eventlog-writer": Case(),
-    "callback|grpc-accept": Case(outcomes=ENDS, kubelet_restarts=True),
-    "callback|inotify": Case(kubelet_restarts=True),
-    "callback|journal": Case(),
-    "callback|nvml-deadline": Case(),
+    "callback|grpc-accept": Case(outcomes=ENDS, kubelet_restarts=True, governor=components.LIST_AND_WATCH),
+    # Which check of /readyz fails while this and probe-ring raise always is not known yet.
+    "callback|inotify": Case(kubelet_restarts=True, count_only=("raises always",)),
+    "callback|journal": Case(check=""),
+    "callback|nvml-deadline": Case(check="nvml"),
+    "task|mps": Case(needs="mps"),
+    "thread|mps-read": Case(needs="mps"),
+    "start|probe-loader": Case(needs="bpf"),
+    "callback|probe-ring": Case(needs="bpf", count_only=("raises always",)),
 }
 
 
 OWNERS: Final = {
     "cdi directory": "cdi",
     "cdi files": "cdi",
+    "cdi snapshots": "cdi",
     "config-links": "config-watch",
     "http listeners": "http",
     "config-fingerprint": "config-watch",
     "kubelet directory": "kubelet",
+    "kubelet own sockets": "kubelet",
     "pods-list": "pods",
+    "mps-read": "mps",
+    "probe-loader": "probe",
     "probe-reader": "probe",
+    "probe-ring": "probe",
     "sysfs-scan": "sysfs",
     "sysfs scans": "sysfs",
-    "nvml-event-wait": "nvml-event",
+    "sysfs new nodes": "sysfs",
+    "nvml-event-wait": "nvml-events",
     "http-accept-control": "http",
     "http-read-control": "http",
     "grpc-accept": "device-plugin",
@@ -143,9 +198,47 @@ class Row(NamedTuple):
 
     @property
     def owner(self) -> str:
-        """What is named: the part, or the task it belongs to."""
+        """What the log names: the part, or the task it belongs to."""
         name = self.part.partition("|")[2].removesuffix("-N")
         return OWNERS.get(name, name.removesuffix("-writer").removesuffix("-import"))
+
+    @property
+    def cover(self) -> Cover | None:
+        """What does the work of the part, if nobody misses it."""
+        return self.case.cover if self.how == "hangs" else None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the part stays broken until the test mends it, or for ever."""
+        return self.how in {"raises always", "hangs"}
+
+    @property
+    def asks_status(self) -> bool:
+        """Whether ``gpu-agent status`` is run, which costs as much as the row: it is once for each part."""
+        return self.how == ("hangs" if self.part.startswith("start") else "raises once")
+
+    @property
+    def check(self) -> str:
+        """What a check of /readyz that fails while the part is broken is named after; "": none has to."""
+        if not self.lasts or self.case.is_mute or self.cover or self.outcome == "process ends":
+            return ""
+        if self.how == "raises always" and self.case.raising is not None:
+            return self.case.raising
+        return self.owner if self.case.check is None else self.case.check
+
+    @property
+    def governor(self) -> SourceName:
+        """The row of the freshness table whose limit the kubelet's count keeps."""
+        if self.case.governor is not None:
+            return self.case.governor
+        return components.NVML_EVENTS if self.case.fault == "xid" else components.GPU_PROBER
+
+    @property
+    def codes(self) -> frozenset[str]:
+        """The reasons of which /preflight gives one at least."""
+        if self.outcome == "all out" and self.governor != components.LIST_AND_WATCH:
+            return frozenset({"not_probed"})
+        return frozenset({"xid" if self.case.fault == "xid" else "gpu_lost"})
 
     def __str__(self) -> str:
         """Return its name in the output of tests."""
@@ -158,26 +251,56 @@ def rows(part: str) -> Iterator[Row]:
         yield Row(part, how, CASES[part])
 
 
+def plays(part: str) -> Iterator[tuple[Row, ...]]:
+    """Yield the rows of a part that one agent plays in turn: those after which it is whole again."""
+    once = tuple(row for row in rows(part) if not row.lasts)
+    if once:
+        yield once
+    for row in rows(part):
+        if row.lasts:
+            yield (row,)
+
+
 def table() -> str:
     """Return the table as it stands in INJECTED.md."""
     lines = [
-        "# What is broken, and what the kubelet has then",
+        "# What is broken, and what is said of a sick GPU then",
         "",
         "Each row breaks one part of a running agent on a node with four GPUs, and then a GPU. The kubelet",
-        "never gives that GPU to a pod; where others are out too, or the process ends, the row says so.",
-        "The agent names the part in /readyz or in its log, but where nothing rests on it. Made by",
+        "gives that GPU to no pod by the time the part under *within* is stale (three periods and its",
+        "deadline, each look up to a period late) and a probe has ended; where others are out too, or the",
+        "process ends, the row says so. `/preflight` and `gpu-agent status` give the reason. While the part",
+        "is broken `/readyz` names it, and it is 200 again once the part is whole. The log names it too, but",
+        "where another part does the same work: that one is named, and what else was lost meanwhile, and is",
+        "noticed all the same. Made by",
         "`python -m tests.faults.injected`; played by `make test ARGS=tests/faults/test_26_injected.py`.",
         "",
-        "| part | how | then | the kubelet has | named |",
-        "|---|---|---|---|---|",
+        "| part | how | then | the kubelet has | within | /preflight | /readyz | named |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for part in CASES:
         for row in rows(part):
             kind, _, name = part.partition("|")
-            named = "nothing rests on it" if row.how in row.case.unnamed else row.owner
-            cells = (f"{kind} {name}", row.how, row.case.fault, row.outcome, named)
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(f"| {kind} {name} | {row.how} | {' | '.join(_cells(row))} |")
     return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    fault, named = str(row.case.fault), row.owner
+    if row.cover is not None:
+        fault = f"{fault}, {row.cover.loss} lost"
+        named = f"covered by {row.cover.by}"
+    if row.outcome == "process ends":
+        return fault, row.outcome, str(row.governor), "no answer", "no answer", named
+    if row.how in row.case.count_only:
+        return fault, row.outcome, str(row.governor), "not asserted", "not asserted", "not asserted"
+    readyz = row.check or "200"
+    if row.case.is_mute and row.lasts:
+        readyz = "no answer"
+    elif row.how == "hangs" and row.check and not row.case.stays:
+        readyz = f"{row.check}, then 200"
+    preflight = "no answer" if row.case.is_mute and row.how == "raises always" else ", ".join(row.codes)
+    return fault, row.outcome, str(row.governor), preflight, readyz, named
 
 
 if __name__ == "__main__":
