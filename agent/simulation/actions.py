@@ -97,7 +97,7 @@ class ReturnCode:
     )
 
     async def apply(self, node: "SimulatedNode") -> str:
-        """Force the answer, or end that."""
+        """Force the answer, or clear it."""
         function = None if self.call == "all" else self.call
         position = None if self.gpu == "all" else node.position(self.gpu)
         gpus = "every GPU" if position is None else node.gpu_name(position)

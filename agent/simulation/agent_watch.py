@@ -1,7 +1,7 @@
 """What a scenario waits for in the reports of the agent on a simulated node.
 
 Guarantees: an agent that does not answer, because it was killed or has just begun, is asked again. A
-probe that cannot be had ends the wait at once, with the agent's own sentence.
+probe that is unavailable ends the wait at once, with the agent's own sentence.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 Guarantees:
 
 1. A child gets SIGTERM from the kernel when its parent dies, however that happens.
-2. It is in a process group of its own, so Ctrl-C reaches the parent alone, which ends them in order.
+2. It is in a process group of its own, so Ctrl-C reaches the parent alone, which stops them in order.
 3. Its output is read until it exits, so it never blocks; the log file and the memory kept are bounded.
 """
 
@@ -122,7 +122,7 @@ class Child:
         return "\n".join(lines[-TAIL_LINES:])
 
     async def stop(self, patience_s: float, *, impatient: asyncio.Event) -> bool:
-        """Ask for the end, and insist when patience is over or gone; true if asking was enough."""
+        """Ask for the exit; kill after ``patience_s`` or once ``impatient``; true if asking was enough."""
         self._signal(signal.SIGTERM)
         asked = True
         exiting = asyncio.get_running_loop().create_task(self.exited(), name=f"demo-end-{self.name}")

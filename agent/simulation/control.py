@@ -4,7 +4,7 @@ A client sends one line: ``{"do": "xid", "with": {"xid": "79", "gpu": "3"}}`` an
 ``{"ok": true, "message": "…"}`` or ``{"ok": false, "problems": ["…"], "exit": 2}``; or it sends
 ``{"watch": true}`` and gets the node's feed until either side ends.
 
-Guarantees: requests, lines and connections are bounded; what a client sends never ends the node.
+Guarantees: requests, lines and connections are bounded; what a client sends never stops the node.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class ControlServer:
         try:
             await self._answer(reader, writer)
         except (OSError, TimeoutError, ValueError, asyncio.CancelledError):
-            pass  # the client went away, sent no line in time, or the node ends
+            pass  # the client went away, sent no line in time, or the node stops
         finally:
             self._sessions.discard(session)
             writer.close()
@@ -193,7 +193,7 @@ def ask(node_dir: Path, name: str, given: Mapping[str, str]) -> str:
 def _message(node_dir: Path, line: bytes) -> str:
     answer = _request(line)
     if answer is None:
-        raise AgentError(f"The simulated node in {node_dir} ended before it answered")
+        raise AgentError(f"The simulated node in {node_dir} exited before it answered")
     if answer.get("ok"):
         return str(answer.get("message", ""))
     problems = tuple(str(problem) for problem in answer.get("problems", ()))

@@ -1,4 +1,4 @@
-"""What a scenario waits for: what the kubelet shall show, and what the agent shall report."""
+"""What a scenario waits for: what the kubelet must show, and what the agent must report."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from agent.model.health import LeakKind, Reason
 
 @dataclass(frozen=True, slots=True)
 class ConditionExpectation:
-    """A condition that the agent shall report, or no longer report; None is any."""
+    """A condition that the agent must report, or no longer report; None is any."""
 
     code: Reason
     kind: LeakKind | None = None
@@ -23,7 +23,7 @@ class ConditionExpectation:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What shall be so at the same time; None is anything."""
+    """What must hold at the same time; None is anything."""
 
     resource: str
     capacity: int | None = None

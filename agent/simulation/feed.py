@@ -47,7 +47,7 @@ class Feed:
     async def follow(self) -> AsyncGenerator[Line, None]:
         """Yield every line from the first one remembered; ends with ``close``."""
         if len(self._waiting) >= MAX_READERS:
-            raise AgentError(f"{MAX_READERS} readers follow the simulated node already; end one first")
+            raise AgentError(f"{MAX_READERS} readers follow the simulated node already; stop one first")
         event = asyncio.Event()
         self._waiting.add(event)
         position = self._count - len(self._lines)

@@ -30,7 +30,7 @@ from agent.simulation.stop_signals import StopSignals, first_of
 LINGER_S: Final = 10.0
 """How long a scenario's node stays for its watchers: they stop the agent first."""
 AGENT_GOES_WITHIN_S: Final = 2.0
-"""How long the directory stays for an agent that ends together with the node."""
+"""How long the directory stays for an agent that exits together with the node."""
 _POLL_S: Final = 0.02
 
 SHOWN_AS_JSON: Final = frozenset({"allocatable", "condition"})
@@ -70,7 +70,7 @@ NOT_SHOWN: Final = frozenset({"connected", "at_ns"})
 
 
 class ScenarioEndedError(AgentError):
-    """A scenario ended otherwise than it should."""
+    """A scenario did not end as expected."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -181,7 +181,7 @@ def _flags(plan: Plan, path: Path) -> str:
 
 
 async def _wait_for_agent_exit(directory: NodeDirectory) -> None:
-    """Give an agent that ends with the node a moment, so that it does not write into what is removed."""
+    """Give an agent that exits with the node a moment, so that it does not write into what is removed."""
     until_ns = time.monotonic_ns() + int(AGENT_GOES_WITHIN_S * 1e9)
     # Another process's lock cannot be awaited without a thread that might stay blocked in it.
     while _is_locked(directory.agent / "lock") and time.monotonic_ns() < until_ns:  # noqa: ASYNC110

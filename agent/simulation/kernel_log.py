@@ -1,7 +1,7 @@
 """The kernel log of a simulated node: records as /dev/kmsg gives them, over a unix stream socket.
 
 Guarantees, as with the kernel's own device: every reader gets what is remembered and then what follows,
-each at its own pace; one that lags more than MAX_RECORDS behind misses the oldest ones, and sees so by
+each at its own pace; one that lags more than MAX_RECORDS behind misses the oldest ones, and detects it by
 the gap in the sequence numbers. Writing never waits for a reader.
 
 Source: kernel Documentation/ABI/testing/dev-kmsg.
@@ -86,7 +86,7 @@ class KernelLog:
             # A reader sends nothing: its end of file closes it.
             await first_of(gone=reader.read(1), sending=self._send(writer, self._waiting[session]))
         except (OSError, asyncio.CancelledError):
-            pass  # the reader went away, or the node ends
+            pass  # the reader went away, or the node stops
         finally:
             del self._waiting[session]
             writer.close()

@@ -1,4 +1,4 @@
-"""Playing a scenario: its steps in time, each until the kubelet has shown what it shall.
+"""Play a scenario: its steps in time, each until the kubelet has shown what is expected.
 
 Guarantees: an expectation of a step counts every state since the step began, however short; the one of
 ``until`` counts only what is there after all steps. The agent is asked several times a second, so a state

@@ -64,7 +64,7 @@ def _seconds(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ProcessCommand:
-    """Start a process that uses a GPU, or have one create, leak, hand over or free contexts, or end.
+    """Start a process that uses a GPU, or have one create, leak, hand over or free contexts, or exit.
 
     After exit and kill nothing was freed by the process itself; after stop everything was. The child of a
     fork, and the process that is given files, keep what is on the GPU alive.
@@ -104,7 +104,7 @@ class ProcessCommand:
             raise ValueError("needs both gi and ci, or neither")
 
     async def apply(self, node: "SimulatedNode") -> str:
-        """Do it, and let NVML agree."""
+        """Apply the command, and make NVML agree."""
         if self.command == "start":
             return await self._start(node)
         owner = node.processes.get(self.name)
@@ -140,8 +140,8 @@ class ProcessCommand:
                 return f"{owner.title} gave its files to {other.title.lower()}"
             case "exit" | "stop" | "kill" | "exec" as command:
                 executed: dict[str, tuple[Callable[[], Awaitable[None]], str]] = {
-                    "exit": (owner.process.exit, "ended and freed nothing"),
-                    "stop": (owner.process.stop, "freed everything and ended"),
+                    "exit": (owner.process.exit, "exited and freed nothing"),
+                    "stop": (owner.process.stop, "freed everything and exited"),
                     "kill": (owner.process.kill, "was killed"),
                     "exec": (owner.process.exec, "became another program"),
                 }

@@ -98,7 +98,7 @@ def _reason(device: Mapping[str, Any]) -> Reason:
     if not flipping:
         # Not known to be healthy, and no condition: it was never probed.
         return Reason("not_probed") if device.get("health") == UNKNOWN else Reason()
-    # Of several, the first of those that stay the longest: it is what keeps the device out in the end.
+    # Of several, the first of those that stay the longest: it keeps the device unhealthy the longest.
     lasting = max(flipping, key=lambda each: _lasts(each.get("recovery")))
     detail = lasting.get("details")
     return Reason(

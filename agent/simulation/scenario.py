@@ -1,4 +1,4 @@
-"""Scenario files: a node, what happens to it, and what the kubelet shall show in the end.
+"""Scenario files: a node, what happens to it, and what the kubelet must show in the end.
 
     node: dgx-h100                # a preset, or one with changes: {preset: 8x-a100, gpus: 4, gpu: {…}}
     agent: {poll: 1s}             # options of gpu-agent run
@@ -161,7 +161,7 @@ class _Reader:
         if "node" not in found:
             self._doc.problem(root, "node is missing; write a preset, such as dgx-h100")
         if "until" not in found:
-            self._doc.problem(root, "until is missing; write what the kubelet shall show in the end")
+            self._doc.problem(root, "until is missing; write what the kubelet must show in the end")
         node = self._node(found.get("node"))
         agent = self._agent(found.get("agent"))
         config = self._config(found.get("config"))

@@ -1,4 +1,4 @@
-"""The process behind ``gpu-agent demo``: it starts the simulated node and the agent, shows both, ends both.
+"""The process behind ``gpu-agent demo``: it starts the simulated node and the agent, shows both, stops both.
 
 Guarantees: when it returns or is killed, no process of it is left; when it returns, no file either.
 """
@@ -74,7 +74,7 @@ async def _raise_unless_ready(simulate: Child) -> None:
     if await simulate.first_line():
         return
     code = await simulate.exited()
-    words = simulate.last_words() or f"The simulated node ended with status {code} before it was ready"
+    words = simulate.last_words() or f"The simulated node exited with status {code} before it was ready"
     problems = tuple(line.removeprefix("gpu-agent: ") for line in words.splitlines())
     raise ConfigError(problems) if code == EXIT_USAGE else AgentError("\n".join(problems))
 
@@ -96,7 +96,7 @@ class _Agent:
         self._changed.set()
 
     async def exited(self) -> None:
-        """Return when it has ended otherwise than by a kill of the scenario."""
+        """Return when it has exited otherwise than by a kill of the scenario."""
         while self.child is not None and await self.child.exited() == -signal.SIGKILL and self._kills:
             self._kills -= 1
             await self.child.stop(0, impatient=asyncio.Event())
@@ -185,19 +185,19 @@ async def _follow(node_dir: Path, output: Output, end: list[Line]) -> None:
             end.append(line)
         if not await output.show_line(line) or end:
             return
-    # The node's process has ended, and its exit status has the reason.
+    # The node's process has exited, and its exit status has the reason.
     await asyncio.Event().wait()
 
 
 async def _raise_unless_expected(which: str, child: Child, wanted: Demo, end: list[Line]) -> None:
-    """Raise AgentError unless the demo ended as it should."""
+    """Raise AgentError unless the demo ended as expected."""
     if which in ("agent", "simulate"):
         name = "agent" if which == "agent" else "simulated node"
         code = await child.exited()
         how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
         words = child.last_words()
         raise AgentError(
-            f"The {name} ended unexpectedly {how}" + (f"; its last output:\n{words}" if words else "")
+            f"The {name} exited unexpectedly {how}" + (f"; its last output:\n{words}" if words else "")
         )
     if end and not end[0]["ok"]:
         raise UsageError(end[0]["text"]) if end[0]["exit"] == EXIT_USAGE else AgentError(end[0]["text"])

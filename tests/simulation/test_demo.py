@@ -123,7 +123,7 @@ async def test_an_agent_that_cannot_start_is_shown_with_its_last_words(
     result = await play(str(path), node_dir)
 
     assert result.status == 1
-    assert "The agent ended unexpectedly with exit status 1; its last output:" in result.err
+    assert "The agent exited unexpectedly with exit status 1; its last output:" in result.err
     assert "driver" in result.err.lower()
     assert "Traceback" not in result.err
     assert not node_dir.exists()
@@ -406,7 +406,7 @@ async def test_the_death_of_a_child_ends_the_demo_with_a_sentence(
         _, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
 
     assert process.returncode == 1
-    assert f"gpu-agent: The {name} ended unexpectedly by signal 9" in err.decode()
+    assert f"gpu-agent: The {name} exited unexpectedly by signal 9" in err.decode()
     assert "Traceback" not in err.decode()
     assert not processes_with(str(node_dir))
     assert not node_dir.exists()

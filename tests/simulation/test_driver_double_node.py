@@ -145,7 +145,7 @@ async def test_ends_that_without_a_command_are_reported(node: SimulatedNode) -> 
     await ended(node, "python")
     async with asyncio.timeout(30):
         async for line in node.feed.follow():
-            if line.get("text") == f"Process python ({process.pid}) has ended":
+            if line.get("text") == f"Process python ({process.pid}) has exited":
                 break
 
 

@@ -147,7 +147,7 @@ async def test_a_process_that_is_held_in_the_kernel_cannot_be_killed_until_it_is
     assert not process.has_exited.is_set()
     assert (await double.books()).live(process.pid) == 1
     await double.release("nvidia0")
-    with pytest.raises(AgentError, match="ended before it could create"):
+    with pytest.raises(AgentError, match="exited before it could create"):
         await creating
     await process.exited()
     assert (await double.books()).contexts == ()

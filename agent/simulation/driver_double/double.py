@@ -1,6 +1,6 @@
-"""The driver double as the rest of the simulation sees it: a process that is asked over its control socket.
+"""The driver double as the rest of the simulation uses it: a process with a control socket.
 
-Guarantees: ``close`` ends the process, and so does the exit of its parent, however that comes about;
+Guarantees: ``close`` stops the process, and so does the exit of its parent, however that comes about;
 then every call on the nodes fails and no caller stays held. One question is asked at a time, in order.
 """
 
@@ -103,7 +103,7 @@ class DriverDouble:
                 *COMMAND,
                 stdin=far.fileno(),
                 stdout=asyncio.subprocess.DEVNULL,
-                # It ends with its socket, and not before its client.
+                # It exits with its socket, and not before its client.
                 process_group=0,
                 env=environment_of_children(os.environ, drop=()),
             )
@@ -195,9 +195,9 @@ class DriverDouble:
                 await self._writer.drain()
                 line = await self._reader.readline()
             except OSError as error:
-                raise AgentError(f"The driver double ended: {error.strerror}") from error
+                raise AgentError(f"The driver double exited: {error.strerror}") from error
         if not line:
-            raise AgentError("The driver double ended before it answered")
+            raise AgentError("The driver double exited before it answered")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise SourceError(str(answer["error"]))

@@ -293,7 +293,7 @@ class Driver:
     # Registering a node with nvidiactl
 
     def _register(self, call: Ioctl) -> IoctlAnswer | None:
-        """Keep the caller's nvidiactl until this file ends; which one it is, is found out first."""
+        """Keep the caller's nvidiactl until this file ends; the driver first determines which one it is."""
         if len(call.data) != 4 or self._files[call.file].control is not None:
             raise OSError(errno.EINVAL, "not the size of REGISTER_FD, or registered already")
         (number,) = struct.unpack("=i", call.data)

@@ -38,7 +38,7 @@ class KeptFile:
 
 
 class Asking:
-    """Finds out which file of the folder a descriptor is, by a call on it from a thread; see the module.
+    """Determines which file of the folder a descriptor is, by a call on it from a thread; see the module.
 
     Poll ``ready`` and call ``finish`` when it is readable. One question is asked at a time, so an answer that
     comes meanwhile is the answer to it.

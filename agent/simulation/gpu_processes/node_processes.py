@@ -3,8 +3,8 @@
 Guarantees:
 
 1. NVML lists the processes that live and have contexts, with the memory of those; a GPU's used memory is that
-   of every context the driver has, also of owners that have ended. Both follow each command and each exit.
-2. Every process ends with the node.
+   of every context the driver has, also of owners that have exited. Both follow each command and each exit.
+2. Every process exits with the node.
 3. Processes are bounded.
 """
 
@@ -155,7 +155,7 @@ class NodeProcesses:
         self._spawn(self._go_on(owner, position, contexts - 1, every_s), f"simulation-leak-{owner.name}")
 
     async def _go_on(self, owner: NodeProcess, position: int, contexts: int, every_s: float) -> None:
-        # The process may end meanwhile.
+        # The process may exit meanwhile.
         with contextlib.suppress(AgentError):
             for _ in range(contexts):
                 await asyncio.sleep(every_s)
@@ -204,7 +204,7 @@ class NodeProcesses:
         if name in self._living:
             raise UsageError(f"A process {name} runs already; choose another name")
         if len(self._living) >= MAX_PROCESSES:
-            raise AgentError(f"The simulated node has {MAX_PROCESSES} processes already; end some of them")
+            raise AgentError(f"The simulated node has {MAX_PROCESSES} processes already; stop some of them")
 
     def _cgroup_of_pod(self, pod: str) -> Path:
         """Return the cgroup of a pod that the kubelet shows; its directory of logs names the UID."""
@@ -233,8 +233,8 @@ class NodeProcesses:
         await started.process.exited()
         self._living.pop(started.name, None)
         if not self._is_closing:
-            self._report(f"{started.title} has ended")
-        # The driver may have ended first.
+            self._report(f"{started.title} has exited")
+        # The driver may have exited first.
         with contextlib.suppress(AgentError):
             await self.agree()
 

@@ -1,6 +1,6 @@
 """A process that uses simulated GPUs, seen from outside: its commands, and its exit.
 
-Guarantees: ``close`` lets the process end, and so does the exit of its parent, however that comes
+Guarantees: ``close`` stops the process, and so does the exit of its parent, however that comes
 about; nothing is freed by it then, as when a program is killed. Commands are executed one after the other.
 """
 
@@ -40,7 +40,7 @@ class SimulatedProcess:
         self.comm = comm
         self.pid = pid
         self.has_exited = asyncio.Event()
-        """Set when the process has ended, its files included."""
+        """Set when the process has exited, its files included."""
         self._child = child
         self._control = control
         self._turn = asyncio.Lock()
@@ -49,7 +49,7 @@ class SimulatedProcess:
             self._pidfd = os.pidfd_open(pid)
         except OSError as error:
             control.close()
-            raise AgentError(f"Process {comm} ended as soon as it was started") from error
+            raise AgentError(f"Process {comm} exited as soon as it was started") from error
         asyncio.get_running_loop().add_reader(self._pidfd, self._handle_exit)
 
     @classmethod
@@ -120,7 +120,7 @@ class SimulatedProcess:
             sock.close()
 
     async def receive(self, sock: socket.socket) -> None:
-        """Have it receive files from a socket until its other end is closed."""
+        """Make it receive files from a socket until its other end is closed."""
         await self._command({"do": "receive"}, [sock.fileno()])
 
     async def exec(self) -> None:
@@ -129,31 +129,31 @@ class SimulatedProcess:
         await self.command("set-up", cgroup=None, **self._where)
 
     async def exit(self) -> None:
-        """Have it end with nothing freed, and wait for that."""
+        """Make it exit with nothing freed, and wait for that."""
         await self._last_command("exit")
 
     async def stop(self) -> None:
-        """Have it destroy everything and end, and wait for that."""
+        """Make it destroy everything and exit, and wait for that."""
         await self._last_command("stop")
 
     async def kill(self) -> None:
-        """Kill it, and wait for its end."""
+        """Kill it, and wait for its exit."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         await self.exited()
 
     async def exited(self) -> None:
-        """Wait until it has ended, and collect its status if it is a child."""
+        """Wait until it has exited, and collect its status if it is a child."""
         await self.has_exited.wait()
         if self._child is not None:
             await self._child.wait()
 
     async def command(self, do: str, **parameters: Any) -> dict[str, Any]:
-        """Have a command executed; see the program. Raises AgentError where it could not be."""
+        """Send a command and return its answer; see the program. Raises AgentError where it could not be."""
         return await self._command({"do": do, **parameters})
 
     async def close(self) -> None:
-        """Let it end, with nothing freed; one that is held in the kernel is left behind."""
+        """Close its socket, so that it exits with nothing freed; one that is held in the kernel remains."""
         with contextlib.suppress(OSError):
             # What waits for an answer fails, too.
             self._control.shutdown(socket.SHUT_RDWR)
@@ -186,7 +186,7 @@ class SimulatedProcess:
         self._close_socket()
 
     def _close_socket(self) -> None:
-        """Close the socket of a process that has ended, once no caller waits for an answer."""
+        """Close the socket of a process that has exited, once no caller waits for an answer."""
         if self.has_exited.is_set() and not self._turn.locked():
             self._control.close()
 
@@ -202,7 +202,7 @@ class SimulatedProcess:
                 try:
                     socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
                 except OSError as error:
-                    raise AgentError(f"Process {self.comm} ({self.pid}) has ended") from error
+                    raise AgentError(f"Process {self.comm} ({self.pid}) has exited") from error
                 return await self._answer(str(message["do"]))
         finally:
             self._close_socket()
@@ -214,7 +214,7 @@ class SimulatedProcess:
         except OSError:
             data = b""
         if not data:
-            raise AgentError(f"Process {self.comm} ({self.pid}) ended before it could {do}")
+            raise AgentError(f"Process {self.comm} ({self.pid}) exited before it could {do}")
         answer: dict[str, Any] = json.loads(data)
         if "error" in answer:
             raise AgentError(f"Process {self.comm} ({self.pid}) could not {do}: {answer['error']}")

@@ -1,7 +1,7 @@
 """A kubelet without a node: the peer of device plugins, with the behaviour and the failures of a real one.
 
 The facts it follows are those of kubelet 1.32 to 1.36 (facts: kubelet items 1 to 22). Where a real one
-polls, this one acts at the event, so a reader sees a change when it happens.
+polls, this one acts at the event, so a reader gets a change when it happens.
 
 Guarantees:
 
@@ -316,7 +316,7 @@ class EmulatedKubelet:
             async with self._admitting:
                 if self._stopping.is_set():
                     raise AgentError(
-                        f"Pod {namespace}/{name} was not admitted: the simulated kubelet has ended"
+                        f"Pod {namespace}/{name} was not admitted: the simulated kubelet has stopped"
                     )
                 outcome = await self._admit(name, namespace, containers) if self._up.is_set() else None
                 if outcome is not None:
@@ -347,7 +347,7 @@ class EmulatedKubelet:
         return tuple(pod.outcome(self._node.devices) for pod in self._node.pods.all())
 
     def finish_pod(self, name: str, namespace: str, *, failed: bool = False) -> None:
-        """End a pod; its devices can be given out again."""
+        """End a pod; its devices can be allocated again."""
         self._node.pods.get(name, namespace).phase = "Failed" if failed else "Succeeded"
         self._node.pods_changed()
 

@@ -142,7 +142,7 @@ class FaultActions:
         self._clearing[name] = self._spawn(end(), f"kubelet-fault-{name}")
 
     def _forget_end(self, name: str) -> None:
-        """Let a newer fault of the same name decide when it ends."""
+        """Cancel the timer of a fault; a newer one of the same name decides when it ends."""
         task = self._clearing.pop(name, None)
         if task is not None:
             task.cancel()

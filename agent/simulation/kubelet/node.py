@@ -61,7 +61,7 @@ class Node:
         self.watchers.evaluate()
 
     def connected(self, resource: str) -> None:
-        """Note that a plugin serves a resource, so that it no longer runs out."""
+        """Record that a plugin serves a resource, and cancel its expiry."""
         timer = self._grace_timers.pop(resource, None)
         if timer is not None:
             timer.cancel()
@@ -82,7 +82,7 @@ class Node:
         self.watchers.evaluate()
 
     def kubelet_stopped(self) -> None:
-        """Let nothing run out while no kubelet is there; what the node shows stays."""
+        """Cancel every expiry while no kubelet is there; what the node shows stays."""
         for resource in tuple(self._grace_timers):
             self.connected(resource)
         self.watchers.evaluate()

@@ -3,7 +3,7 @@
 Invariants (facts: kubelet items 6, 14, 16, 17):
 
 1. An active (pending or running) pod keeps its devices, whatever becomes of their health.
-2. A finished pod keeps the names of its devices until it is deleted, though they may be given out again.
+2. A finished pod keeps the names of its devices until it is deleted, though they may be allocated again.
 """
 
 from collections.abc import Iterable, Mapping

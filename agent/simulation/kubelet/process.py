@@ -3,7 +3,7 @@
 Invariants (facts: kubelet item 4):
 
 1. At its start every socket in the device-plugin folder is deleted before kubelet.sock is created.
-2. A kubelet that ends leaves its socket files; they refuse connections until the next one starts.
+2. A kubelet that stops leaves its socket files; they refuse connections until the next one starts.
 """
 
 import contextlib

@@ -256,7 +256,7 @@ class Registry:
     async def race_now(self, client: PluginClient) -> None:
         """Connect to a plugin a second time, then end its first stream (facts: kubelet item 3).
 
-        Raises PluginCallError where the plugin does not let itself be connected to again.
+        Raises PluginCallError where the plugin rejects a second connection.
         """
         await self._connect(client.resource, client.endpoint, 0.0)
         client.cancel_stream("overtaken by a second registration (simulated)")

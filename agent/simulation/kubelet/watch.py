@@ -18,7 +18,7 @@ from agent.simulation.kubelet.records import MAX_CHANGES, MAX_SUBSCRIBERS, Alloc
 
 
 class ChangeStream(AsyncIterator[AllocatableChange]):
-    """An asynchronous iterator over changes; it ends when the kubelet does."""
+    """An asynchronous iterator over changes; it ends when the kubelet stops."""
 
     def __init__(self, backlog: Iterable[AllocatableChange] = ()) -> None:
         self._waiting = deque(backlog)
@@ -124,6 +124,6 @@ class Watchers:
 
     def finish(self) -> None:
         """End every stream once what it holds is read, and every wait at once."""
-        self.fail(AgentError("The simulated kubelet has ended, so what was waited for cannot come"))
+        self.fail(AgentError("The simulated kubelet has stopped, so the awaited change cannot happen"))
         for stream in tuple(self._streams):
             stream.finish()
