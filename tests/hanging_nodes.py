@@ -18,7 +18,7 @@ from typing import Final, Self
 from agent.simulation.driver_double.fuse import FuseFolder, Ioctl, IoctlAnswer
 
 _FIRST_INODE: Final = 2
-_LOOK_AGAIN_S: Final = 0.005
+_POLL_S: Final = 0.005
 
 
 class HangingNodes:
@@ -55,7 +55,7 @@ class HangingNodes:
         while self._folder.held < callers:
             if time.monotonic_ns() >= until_ns:
                 return False
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         return True
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class _Empty:
         raise OSError(errno.ENOTTY, f"no command {call.command:#x}")
 
     def sought(self, file: int, thread: int) -> None:
-        """Nobody asks."""
+        """Unused here."""
 
     def released(self, file: int) -> None:
         """Nothing was kept."""

@@ -84,7 +84,7 @@ async def test_recover_clears_a_condition_that_only_a_person_can(node: Simulated
         await wait_allocatable(node, 3)
         done = await command(agent, "recover", "1")
         assert done.status == 0
-        assert "is well" in done.out
+        assert "is healthy" in done.out
         await wait_allocatable(node, 4)
 
 

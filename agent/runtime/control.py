@@ -167,12 +167,13 @@ class Control:
         )
         staying = _conditions(self._latest.value, gpu)
         cleared = [each for key, each in before.items() if key not in {stays.key for stays in staying}]
-        is_well = not any(each.flips for each in staying)
+        is_healthy = not any(each.flips for each in staying)
         return {
-            "message": f"{_called(self._latest.value, gpu)} is {'well' if is_well else 'still Unhealthy'}: "
-            f"conditions ended: {len(cleared)}, staying: {len(staying)}",
+            "message": f"{_called(self._latest.value, gpu)} is "
+            f"{'healthy' if is_healthy else 'still Unhealthy'}: conditions ended: {len(cleared)},"
+            f" staying: {len(staying)}",
             "gpu_uuid": gpu.uuid,
-            "well": is_well,
+            "well": is_healthy,
             "cleared": [documents.condition(each, self._time_of) for each in cleared],
             "staying": [
                 {**documents.condition(each, self._time_of), "stays_because": _why_it_stays(each)}

@@ -20,7 +20,7 @@ HOWS: Final[dict[str, tuple[How, ...]]] = {
 }
 """Ways to break, by kind; ``start`` are threads that do one thing at the start."""
 
-Outcome = Literal["sick one out", "all out", "process ends"]
+Outcome = Literal["one unhealthy", "all unhealthy", "process ends"]
 """What the kubelet has of a node on which a GPU broke: all but that one, nothing, or no agent."""
 
 Needs = Literal["nothing", "cdi", "mps", "bpf"]
@@ -47,7 +47,7 @@ class Case:
     fault: Literal["gpu lost", "xid", "kernel xid"] = "gpu lost"
     """The real fault that follows."""
     outcomes: dict[How, Outcome] = field(default_factory=dict)
-    """Where it is not only the sick GPU that is out."""
+    """Where not only the broken GPU is unhealthy."""
     kubelet_restarts: bool = False
     """Whether the part does nothing before the kubelet connects anew."""
     governor: SourceName | None = None
@@ -71,7 +71,7 @@ class Case:
     """Ways that keep the kubelet from having anything, so that the GPU breaks when they are over."""
 
 
-ALL_OUT: Final[dict[How, Outcome]] = {"raises always": "all out"}
+ALL_OUT: Final[dict[How, Outcome]] = {"raises always": "all unhealthy"}
 ENDS: Final[dict[How, Outcome]] = {"raises always": "process ends"}
 
 CASES: Final[dict[str, Case]] = {
@@ -194,7 +194,7 @@ class Row(NamedTuple):
     @property
     def outcome(self) -> Outcome:
         """What the kubelet is to have."""
-        return self.case.outcomes.get(self.how, "sick one out")
+        return self.case.outcomes.get(self.how, "one unhealthy")
 
     @property
     def owner(self) -> str:
@@ -204,12 +204,12 @@ class Row(NamedTuple):
 
     @property
     def cover(self) -> Cover | None:
-        """What does the work of the part, if nobody misses it."""
+        """What does the work of the part, if there is such a part."""
         return self.case.cover if self.how == "hangs" else None
 
     @property
     def lasts(self) -> bool:
-        """Whether the part stays broken until the test mends it, or for ever."""
+        """Whether the part stays broken until the test mends it, or for good."""
         return self.how in {"raises always", "hangs"}
 
     @property
@@ -236,7 +236,7 @@ class Row(NamedTuple):
     @property
     def codes(self) -> frozenset[str]:
         """The reasons of which /preflight gives one at least."""
-        if self.outcome == "all out" and self.governor != components.LIST_AND_WATCH:
+        if self.outcome == "all unhealthy" and self.governor != components.LIST_AND_WATCH:
             return frozenset({"not_probed"})
         return frozenset({"xid" if self.case.fault == "xid" else "gpu_lost"})
 
@@ -264,16 +264,16 @@ def plays(part: str) -> Iterator[tuple[Row, ...]]:
 def table() -> str:
     """Return the table as it stands in INJECTED.md."""
     lines = [
-        "# What is broken, and what is said of a sick GPU then",
+        "# What is broken, and what the agent reports of a broken GPU then",
         "",
         "Each row breaks one part of a running agent on a node with four GPUs, and then a GPU. The kubelet",
         "gives that GPU to no pod by the time the part under *within* is stale (three periods and its",
-        "deadline, each look up to a period late) and a probe has ended; where others are out too, or the",
-        "process ends, the row says so. `/preflight` and `gpu-agent status` give the reason. While the part",
-        "is broken `/readyz` names it, and it is 200 again once the part is whole. The log names it too, but",
-        "where another part does the same work: that one is named, and what else was lost meanwhile, and is",
-        "noticed all the same. Made by",
-        "`python -m tests.faults.injected`; played by `make test ARGS=tests/faults/test_26_injected.py`.",
+        "deadline, each poll up to a period late) and a probe has ended; where others are unhealthy too,",
+        "or the process ends, the row shows it. `/preflight` and `gpu-agent status` give the reason. While",
+        "the part is broken `/readyz` names it, and it is 200 again once the part is whole. The log names",
+        "it too. Where another part does the same work that one is named, and what was lost meanwhile is",
+        "noticed all the same. Made by `python -m tests.faults.injected`; played by `make test",
+        "ARGS=tests/faults/test_26_injected.py`.",
         "",
         "| part | how | then | the kubelet has | within | /preflight | /readyz | named |",
         "|---|---|---|---|---|---|---|---|",

@@ -33,7 +33,7 @@ from tests.harness import (
     wait_allocatable,
 )
 
-SICK = 1
+TARGET = 1
 ROW_S = 120.0
 """Longer than any step of a row takes on a loaded machine: a source is loaded anew after a minute."""
 SIDE_BY_SIDE = 2
@@ -62,7 +62,7 @@ class Checks:
         """Those that failed at some time."""
 
     async def ask(self) -> None:
-        """Ask for ever."""
+        """Ask until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(ROW_S):
@@ -77,12 +77,12 @@ class Checks:
             await asyncio.sleep(ASK_S)
 
     def named(self, check: str) -> bool:
-        """Tell whether a check named so failed."""
+        """Return whether a check named so failed."""
         return any(each.endswith(check) for each in self.failed)
 
 
 async def until(condition: Callable[[], bool], why: str) -> None:
-    """Wait for what is only seen by looking."""
+    """Poll until a condition holds."""
     try:
         async with asyncio.timeout(ROW_S):
             while not condition():
@@ -105,23 +105,23 @@ async def broken_agent(node: SimulatedNode, row: Row) -> AsyncIterator[tuple[Age
             yield agent, Path(name)
 
 
-def is_out(node: SimulatedNode, sick: int) -> bool:
-    """Whether the kubelet gives the sick GPU to no pod."""
+def is_unhealthy(node: SimulatedNode, target: int) -> bool:
+    """Whether the kubelet gives the broken GPU to no pod."""
     healthy = node.kubelet.devices(GPU).keys() - set(node.kubelet.unhealthy(GPU))
-    return not any(device.startswith(uuids(node)[sick]) for device in healthy)
+    return not any(device.startswith(uuids(node)[target]) for device in healthy)
 
 
-async def break_gpu(node: SimulatedNode, row: Row, sick: int) -> None:
+async def break_gpu(node: SimulatedNode, row: Row, target: int) -> None:
     match row.case.fault:
         case "gpu lost":
-            node.nvml.set_return(None, 15, gpu=sick)
+            node.nvml.set_return(None, 15, gpu=target)
         case "xid":
             # As the driver does, which reports each XID twice; NVML answers all the same.
-            node.nvml.push_xid(sick, 95)
-            await node.do("kernel-xid", {"xid": "95", "gpu": str(sick)})
+            node.nvml.push_xid(target, 95)
+            await node.do("kernel-xid", {"xid": "95", "gpu": str(target)})
         case "kernel xid":
-            await node.do("kernel-xid", {"xid": "79", "gpu": str(sick)})
-            node.nvml.set_return(None, 15, gpu=sick)
+            await node.do("kernel-xid", {"xid": "79", "gpu": str(target)})
+            node.nvml.set_return(None, 15, gpu=target)
 
 
 def key_of(part: str) -> str:
@@ -130,7 +130,7 @@ def key_of(part: str) -> str:
 
 
 async def play(played: Sequence[Row], worst: dict[str, float]) -> None:
-    """Run an agent, and for each row break a part of it and then a GPU, and check what is said of it."""
+    """Run an agent, and for each row break a part of it and then a GPU, and check what the agent reports."""
     first = played[0]
     async with simulated_node("4x-t4") as node:
         if first.case.needs == "mps":
@@ -154,7 +154,7 @@ async def play(played: Sequence[Row], worst: dict[str, float]) -> None:
 
 async def _play_row(
     row: Row,
-    sick: int,
+    target: int,
     node: SimulatedNode,
     agent: AgentProcess,
     injection: Path,
@@ -167,7 +167,7 @@ async def _play_row(
     if row.how in row.case.unlisted:
         await until(lambda: is_named(agent, row, logged), "the log names the part")
         fault.unlink()
-    await wait_allocatable(node.kubelet, (5 - sick) * each)
+    await wait_allocatable(node.kubelet, (5 - target) * each)
     if not row.part.startswith("start"):
         await until(lambda: checks.failing == frozenset(), "/readyz is 200 before")
         checks.failed = frozenset()
@@ -175,7 +175,7 @@ async def _play_row(
             each_file.unlink(missing_ok=True)
         fault.write_text(f"{key_of(row.part)}|{row.how}")
     if row.owner.startswith("nvml-events") and not row.part.startswith("thread|nvml-event-wait"):
-        # It waits for as long as all is well. NVML keeps no XID while nobody asks for any.
+        # It waits until an event comes. NVML keeps no XID while no event set waits for any.
         asked = node.nvml.calls("nvmlDeviceRegisterEvents") + (0 if row.lasts else 4)
         node.nvml.set_return("nvmlEventSetWait_v2", 999)
         await injected(injection)
@@ -193,8 +193,8 @@ async def _play_row(
     if row.how == "hangs" and row.case.is_over_at_restart:
         fault.unlink()
     began_ns, late_ns = time.monotonic_ns(), late_in(injection)
-    await break_gpu(node, row, sick)
-    await node.kubelet.wait_for(lambda _: is_out(node, sick), ROW_S)
+    await break_gpu(node, row, target)
+    await node.kubelet.wait_for(lambda _: is_unhealthy(node, target), ROW_S)
     took_ns = time.monotonic_ns() - began_ns
     note_time(row, injection, took_ns, late_in(injection) - late_ns, worst)
     if row.outcome == "process ends":
@@ -208,8 +208,8 @@ async def _play_row(
     if row.how == "hangs":
         node.nvml.clear_return("nvmlEventSetWait_v2")
         fault.unlink(missing_ok=True)
-    await wait_allocatable(node.kubelet, (4 - sick) * each if row.outcome == "sick one out" else 0)
-    await look_at_answers(row, node, agent, checks)
+    await wait_allocatable(node.kubelet, (4 - target) * each if row.outcome == "one unhealthy" else 0)
+    await check_answers(row, node, agent, checks)
 
 
 async def until_named(
@@ -231,8 +231,8 @@ async def until_named(
             await asyncio.sleep(ASK_S)
 
 
-async def look_at_answers(row: Row, node: SimulatedNode, agent: AgentProcess, checks: Checks) -> None:
-    """Check what /readyz, /preflight and ``gpu-agent status`` say in the end."""
+async def check_answers(row: Row, node: SimulatedNode, agent: AgentProcess, checks: Checks) -> None:
+    """Check what /readyz, /preflight and ``gpu-agent status`` answer in the end."""
     if row.case.is_mute and row.how == "raises always":
         return
     preflight = await agent.wait_answer("/preflight", lambda _, body: bool(row.codes & codes(body)))
@@ -253,7 +253,7 @@ def note_time(row: Row, injection: Path, took_ns: int, late_ns: int, worst: dict
     """Check the time that a count took against the limit of the row that governs it.
 
     The limit is three periods, the deadline, and one probe. The time by which the agent's loop was late is
-    that of a loaded machine, so it is taken off; and a look counts that is up to a period late.
+    that of a loaded machine, so it is taken off; and a poll counts that is up to a period late.
     """
     terms = terms_of(injection)
     governor, probe = terms[row.governor], terms[GPU_PROBER]
@@ -314,10 +314,10 @@ async def injected(injection: Path) -> None:
 
 
 def is_named(agent: AgentProcess, row: Row, logged: int) -> bool:
-    """Whether a line of the log after so many says which part is broken."""
-    said = (line for line in agent.log[logged:] if line["level"] in {"warning", "error"})
+    """Whether a line of the log after so many names which part is broken."""
+    reported = (line for line in agent.log[logged:] if line["level"] in {"warning", "error"})
     # Not by the answers to this test's own questions.
-    texts = [str(line).replace("-", " ") for line in said if line["logger"] != "agent.sinks.http.sink"]
+    texts = [str(line).replace("-", " ") for line in reported if line["logger"] != "agent.sinks.http.sink"]
     names = {name.replace("-", " ") for name in (row.owner, row.case.check or row.owner)}
     return any(name in text for text in texts for name in names)
 
@@ -339,7 +339,7 @@ def why_not(part: str) -> str | None:
         for number, part in enumerate(CASES)
     ],
 )
-async def test_a_broken_part_hides_no_sick_gpu_and_is_named(
+async def test_a_broken_part_hides_no_broken_gpu_and_is_named(
     part: str, record_property: Callable[[str, object], None]
 ) -> None:
     why = why_not(part)
@@ -369,7 +369,7 @@ async def test_each_part_that_the_agent_has_is_in_the_table(needs: str) -> None:
         async with broken_agent(node, row) as (agent, injection):
             await wait_allocatable(node.kubelet, 4 * each)
             await agent.wait_answer("/readyz", lambda status, _: status == 200)
-            node.nvml.push_xid(SICK, 79)
+            node.nvml.push_xid(TARGET, 79)
             await wait_allocatable(node.kubelet, 3 * each)
             await agent.wait_answer("/preflight", lambda status, _: status == 503)
             known = {key_of(part) for part in CASES}
