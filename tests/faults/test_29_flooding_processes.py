@@ -236,7 +236,8 @@ async def test_a_process_that_does_more_than_is_sent_is_named_until_what_came_of
             assert not named.complete
         await watching.seen.until(lambda: _newest(watching).complete)
         row = await watching.counters(flood.pid)
-        assert row.unsent == watching.probe.read_statistics().unsent > 0
+        # Another process may exceed its share of a full ring too.
+        assert 0 < row.unsent <= watching.probe.read_statistics().unsent
         assert watching.probe.read_statistics().lost == 0
 
 
