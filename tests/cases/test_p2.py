@@ -22,6 +22,8 @@ from tests.sources.recorder import until
 ONE_GPU = {"preset": "4x-t4", "gpus": 1}
 POLL = "nvmlDeviceGetCount"
 INIT, SHUTDOWN = "nvmlInitWithFlags", "nvmlShutdown"
+FDS_UNDER_WAY = 8
+"""Connections and files that happen to be open at one count and not at the other; a leak has thousands."""
 GROWTH_BYTES = 5 * 2**20
 CYCLES = 100
 
@@ -80,7 +82,7 @@ async def test_a_thousand_polls_compile_once_and_leave_nothing_behind(machine: O
 
             fds, grown = await grows_in_polls(node, agent)
 
-            assert abs(fds) <= 2
+            assert abs(fds) <= FDS_UNDER_WAY
             assert grown < GROWTH_BYTES
             assert machine.compilations == 1
             assert agent.process.pid not in machine.importers
@@ -99,7 +101,7 @@ async def test_with_the_probe_in_the_kernel_the_agent_has_no_compiler_and_does_n
 
         fds, grown = await grows_in_polls(node, agent)
 
-        assert abs(fds) <= 2
+        assert abs(fds) <= FDS_UNDER_WAY
         assert grown < GROWTH_BYTES
         mapped = Path(f"/proc/{agent.process.pid}/maps").read_text()
         assert [name for name in ("libbcc", "LLVM", "libclang", "libbpf", "libelf") if name in mapped] == []

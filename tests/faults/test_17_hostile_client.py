@@ -20,7 +20,7 @@ from tests.sinks.snapshots import uuid
 
 pytestmark = pytest.mark.slow
 
-MAX_GROWTH_BYTES = 8 * MIB
+MAX_GROWTH_BYTES = 16 * MIB
 
 
 @dataclass

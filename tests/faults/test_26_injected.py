@@ -186,6 +186,10 @@ async def _play_row(
             # Else the thread, which did not hang, would go on with the wait that it was in.
             node.nvml.clear_return("nvmlEventSetWait_v2")
         await until(lambda: node.nvml.calls("nvmlDeviceRegisterEvents") >= asked, "the GPUs are heard")
+        if not row.lasts:
+            # A wait that fails loses its set, and with it the XIDs until there is another one.
+            waits = node.nvml.calls("nvmlEventSetWait_v2")
+            await until(lambda: node.nvml.calls("nvmlEventSetWait_v2") > waits, "a wait begins")
     if row.case.kubelet_restarts:
         await node.kubelet.restart()
     if row.part.startswith("task"):

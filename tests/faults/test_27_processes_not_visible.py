@@ -70,10 +70,12 @@ async def test_a_node_whose_processes_are_not_visible_is_ready_and_reports_it(
             await wait_polls(node, 3)
             document = await agent.wait_answer(
                 "/v1/contexts",
-                lambda _, body: body["seen_monotonic_ns"] > first["seen_monotonic_ns"],
+                lambda _, body: (
+                    body["seen_monotonic_ns"] > first["seen_monotonic_ns"]
+                    and body["complete"] is (because == "")
+                ),
             )
 
-            assert document["complete"] is (because == "")
             assert because in document["incomplete_because"]
             assert (await agent.get("/v1/conditions"))[1]["conditions"] == []
             assert (await agent.get("/preflight"))[0] == 200

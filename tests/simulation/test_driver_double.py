@@ -92,7 +92,7 @@ async def test_a_killed_double_fails_every_call_and_leaves_nothing(
 ) -> None:
     control, _ = program.client()
     os.kill(double.pid, signal.SIGKILL)
-    with pytest.raises(AgentError, match="ended"):
+    with pytest.raises(AgentError, match="exited"):
         await double.books()
     with pytest.raises(OSError, match=r"not connected|aborted"):
         fcntl.ioctl(control, abi.command(abi.FREE, 16), bytearray(16))
