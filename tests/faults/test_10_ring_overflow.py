@@ -100,7 +100,8 @@ async def test_after_an_overflow_every_context_is_counted_exactly(
     async with watched(ring_bytes=TINY_RING) as watcher:
         caller = await call(CONTEXTS, PRIME)
 
-        usage = await wait_contexts(watcher.seen, caller.pid, PRIME)
+        await wait_contexts(watcher.seen, caller.pid, PRIME)
+        usage = await watcher.settled_usage()
 
         assert usage.events_lost > 0
         assert watcher.probe.read_statistics().lost == usage.events_lost
