@@ -8,6 +8,10 @@ so (client, handle) names an object on the whole node; a handle alone does not.
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+MAX_INSTANCES: Final = 32
+"""Device instances that the driver has. Source: open-gpu-kernel-modules:src/common/sdk/nvidia/inc/nvlimits.h
+NV_MAX_DEVICES."""
+
 
 class RmEventKind(IntEnum):
     """What happened; the numbers are those of bpf/gpu_probe.h."""

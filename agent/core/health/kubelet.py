@@ -1,6 +1,7 @@
 """Facts of the kubelet applied to the registration of each resource."""
 
 from collections.abc import Iterable
+from typing import get_args
 
 from agent.core.health import registration
 from agent.core.health.handlers import Applied, handles
@@ -19,15 +20,7 @@ def apply_kubelet_socket_seen(state: State, fact: facts.KubeletSocketSeen, _now_
     return replace(state, kubelet=fact.identity)
 
 
-@handles(
-    facts.RegisterSent,
-    facts.Registered,
-    facts.RegistrationFailed,
-    facts.WatchersChanged,
-    facts.ListWritten,
-    facts.SocketFreed,
-    facts.OwnSocketLost,
-)
+@handles(*get_args(RegistrationFact))
 def apply_to_registration(state: State, fact: RegistrationFact, now_ns: int) -> State:
     """Apply a fact to the registration of its resource."""
     standing = state.registrations.get(fact.resource)

@@ -20,15 +20,12 @@ from agent.core.usage.client_tree import DEVICE, NO_INSTANCE, ROOTS, Client, Mar
 from agent.core.usage.quarantine import Quarantine, QuarantinedClient
 from agent.core.usage.rows import Removed, Rows
 from agent.model.ids import GpuUuid
-from agent.model.rm import RmObject
+from agent.model.rm import MAX_INSTANCES, RmObject
 
 MAX_OBJECTS: Final = 65_536
 """Clients and what is in them, of all owners; the table of the kernel has as much room."""
 MAX_OF_OWNER: Final = MAX_OBJECTS // 4
 """Of one owner. A program with ten contexts on each of eight GPUs has a thousand."""
-MAX_INSTANCES: Final = 32
-"""Device instances that the driver has. Source: open-gpu-kernel-modules:src/common/sdk/nvidia/inc/nvlimits.h
-NV_MAX_DEVICES."""
 STEP: Final = 128
 """Rows or clients between two pauses of a rebuild: about 2 ms."""
 

@@ -19,14 +19,13 @@ import struct
 from pathlib import Path
 from typing import Final
 
+from agent.model.rm import MAX_INSTANCES
 from agent.model.structs import replace
 from agent.sources.nvml.inventory import ProbeResult
 from agent.sources.nvml.library import Nvml
 
 CALL: Final = "GPU_GET_ID_INFO"
 """The call's name where it is reported overdue."""
-MAX_INSTANCES: Final = 32
-"""Source: nvlimits.h, NV_MAX_DEVICES."""
 
 _RM_CONTROL, _RM_ALLOC, _CARD_INFO = 0x2A, 0x2B, 200
 _ROOT_CLIENT: Final = 0x41
