@@ -92,6 +92,8 @@ if TYPE_CHECKING:
 DRAIN_GRACE_S: Final = 2.0
 FLUSH_S: Final = 1.0
 LOG_FLUSH_S: Final = 0.3
+POLICY_WITHIN_S: Final = 5.0
+"""How long a reload waits for the core to judge by the new policy."""
 PROBE_LOAD: Final = 36
 """Deadlines of a call that a compiler may take on a busy node: three minutes by default."""
 PROBE_ROUND: Final = 12
@@ -403,11 +405,14 @@ class Agent:
         gpus = [view.gpu for view in self._latest.value.gpus]
         return tuple(each.message for each in oversized(gpus, settings.policy))
 
-    def _apply(self, settings: Settings) -> None:
+    async def _apply(self, settings: Settings) -> None:
         """Put the settings of a reload into effect, as far as that needs no restart."""
-        self._inbox.put(PolicyChanged(self._policy.follow(settings)))
+        policy = self._policy.follow(settings)
+        self._inbox.put(PolicyChanged(policy))
         if self._active.is_set():
-            self._mps.follow(self._policy.now)
+            self._mps.follow(policy)
+            # In standby nothing is judged yet, and facts wait.
+            await self._latest.wait_for(lambda snapshot: snapshot.policy == policy, POLICY_WITHIN_S)
 
     async def _stop(self, nvml: "NvmlSource") -> None:
         """Shut everything down in the order the peers expect."""

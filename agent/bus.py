@@ -195,6 +195,17 @@ class Latest(Generic[T]):
             await self._changed.wait()
         return self._version
 
+    async def wait_for(self, is_shown: Callable[[T], bool], within_s: float) -> bool:
+        """Wait until a value shows what is wanted; return whether one did in time."""
+        version = self._version
+        try:
+            async with asyncio.timeout(within_s):
+                while not is_shown(self._value):
+                    version = await self.wait_newer(version)
+        except TimeoutError:
+            return is_shown(self._value)
+        return True
+
     async def wait_newer_first(self, version: int) -> int:
         """As ``wait_newer``, but woken before its callers: for what a peer waits for."""
         while self._version <= version:

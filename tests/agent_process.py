@@ -70,11 +70,14 @@ class AgentProcess:
                 if is_about(line, message) and all(line.get(name) == fields[name] for name in fields)
             ]
 
-        async with asyncio.timeout(PATIENCE_S):
-            while len(found()) < count:
-                if self.is_over:
-                    raise AssertionError(f"ended without {message!r}: {self.lines} {self.plain}")
-                await self.more.wait()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while len(found()) < count:
+                    if self.is_over:
+                        raise AssertionError(f"ended without {message!r}: {self.lines} {self.plain}")
+                    await self.more.wait()
+        except TimeoutError:
+            raise AssertionError(f"no {message!r} with {fields}: {self.lines} {self.plain}") from None
         return found()[count - 1]
 
     async def wait_registered(self, count: int = 1) -> None:

@@ -5,7 +5,6 @@ the core applied it and describes the outcome, or that the core did not apply it
 Which callers may give commands is not decided here: they come over the root-only control socket alone.
 """
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
@@ -208,7 +207,7 @@ class Control:
             ReleaseRequested(gpus, for_ns),
             lambda now: now.released_until_ns is not None and gpus <= set(now.durable.released_gpus),
         )
-        is_released = await self._becomes(lambda now: now.driver_released, wait_s)
+        is_released = await self._latest.wait_for(lambda now: now.driver_released, wait_s)
         now = self._latest.value
         until_ns = now.released_until_ns
         return {
@@ -260,20 +259,10 @@ class Control:
 
     async def _apply_fact(self, fact: Fact, is_shown: Callable[[Snapshot], bool]) -> None:
         self._emit(fact)
-        if not await self._becomes(is_shown, EXECUTED_WITHIN_S):
+        if not await self._latest.wait_for(is_shown, EXECUTED_WITHIN_S):
             raise NotExecutedError(
                 f"The command was given and not applied within {EXECUTED_WITHIN_S:g} s; see gpu-agent status"
             )
-
-    async def _becomes(self, is_shown: Callable[[Snapshot], bool], within_s: float) -> bool:
-        version = self._latest.version
-        try:
-            async with asyncio.timeout(within_s):
-                while not is_shown(self._latest.value):
-                    version = await self._latest.wait_newer(version)
-        except TimeoutError:
-            return is_shown(self._latest.value)
-        return True
 
 
 def _conditions(snapshot: Snapshot, gpu: Gpu) -> tuple[Condition, ...]:

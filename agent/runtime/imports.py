@@ -4,7 +4,6 @@ What the kubelet waits for comes first. What is heavy and can wait is not import
 plugin that starts slowly leaves a node without GPUs for longer.
 """
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
@@ -27,13 +26,7 @@ REGISTRATION_WAIT_S: Final = 1.0
 
 async def wait_for_registration(latest: Latest[Snapshot]) -> None:
     """Wait until a resource is registered, at most REGISTRATION_WAIT_S."""
-    version = latest.version
-    try:
-        async with asyncio.timeout(REGISTRATION_WAIT_S):
-            while not _is_registered(latest.value):
-                version = await latest.wait_newer(version)
-    except TimeoutError:
-        return
+    await latest.wait_for(_is_registered, REGISTRATION_WAIT_S)
 
 
 def _is_registered(snapshot: Snapshot) -> bool:

@@ -7,7 +7,7 @@ start is logged each time. One reload at a time; asked for meanwhile, one more f
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from agent import log
 from agent.config.settings import Settings, changes_that_need_a_restart
@@ -29,7 +29,7 @@ class Reload:
         *,
         reread: Callable[[], Settings],
         validate: Callable[[Settings], tuple[str, ...]],
-        apply: Callable[[Settings], None],
+        apply: Callable[[Settings], Awaitable[None]],
         status: RuntimeStatus,
         notifier: Notifier,
         prove_watch: Callable[[], object],
@@ -38,7 +38,8 @@ class Reload:
         """Begin with the settings of the start.
 
         ``reread`` and ``validate`` may block: the one returns new settings, the other why they do not go with
-        what is known of the node. ``apply`` puts them into effect.
+        what is known of the node. ``apply`` puts them into effect, and returns once they are: an XID of after
+        READY=1 is judged by them.
         """
         self._started = settings
         self._warnings = settings.warnings
@@ -84,7 +85,7 @@ class Reload:
         except RuntimeError as error:
             self._reject((f"No thread could be started to read it: {error}",))
         else:
-            self._accept(settings)
+            await self._accept(settings)
 
     def _read(self) -> Settings:
         from agent.runtime.config_watch import fingerprint_of  # noqa: PLC0415 - not before a reload
@@ -98,7 +99,7 @@ class Reload:
             raise ConfigError(problems)
         return settings
 
-    def _accept(self, settings: Settings) -> None:
+    async def _accept(self, settings: Settings) -> None:
         self._status.reload_trouble = None
         for warning in settings.warnings:
             if warning not in self._warnings:
@@ -111,7 +112,7 @@ class Reload:
             )
         self._status.awaiting_restart = waiting
         log.set_level(settings.log_level)
-        self._apply(settings)
+        await self._apply(settings)
         _log.info("Read the configuration again: %(path)s", log.about(path=self._started.config_file))
 
     def _reject(self, problems: tuple[str, ...]) -> None:

@@ -110,3 +110,11 @@ def test_a_slow_reader_skips_versions_but_sees_the_last_one(bursts: list[int], s
         assert len(seen) <= 2 + sum(bursts)
 
     asyncio.run(main())
+
+
+async def test_a_value_that_is_waited_for_is_found_now_later_or_not_in_time() -> None:
+    latest = Latest(1)
+    assert await latest.wait_for(lambda value: value == 1, 0)
+    asyncio.get_running_loop().call_later(0.01, latest.publish, 2)
+    assert await latest.wait_for(lambda value: value == 2, 60)
+    assert not await latest.wait_for(lambda value: value == 3, 0.01)

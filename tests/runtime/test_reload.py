@@ -25,6 +25,8 @@ class Reloading:
     def __init__(self, reread: Callable[[], Settings]) -> None:
         self.applied: list[Settings] = []
         self.problems: tuple[str, ...] = ()
+        self.in_effect = asyncio.Event()
+        self.in_effect.set()
         self.notifier = Notifier({})
         self.status = RuntimeStatus(
             cast("EventRecorder", None), cast("StateStore", None), began_ns=0, stepped_ns=0
@@ -35,10 +37,14 @@ class Reloading:
             validate=lambda _: self.problems,
             prove_watch=lambda: None,
             recheck_ns=30_000_000_000,
-            apply=self.applied.append,
+            apply=self.apply,
             status=self.status,
             notifier=self.notifier,
         )
+
+    async def apply(self, settings: Settings) -> None:
+        self.applied.append(settings)
+        await self.in_effect.wait()
 
     @property
     def trouble(self) -> str | None:
@@ -145,3 +151,16 @@ async def test_asked_for_while_one_is_under_way_one_more_follows(caplog: pytest.
                 await asyncio.sleep(0.005)
         await in_daemon_thread("pause", lambda: None)
         assert len(reads) == 2
+
+
+async def test_a_reload_ends_when_the_settings_are_in_effect(caplog: pytest.LogCaptureFixture) -> None:
+    """``systemctl reload`` returns at READY=1: an XID of after it is judged by the new policy."""
+    async with reloading(lambda: load({}, {})) as made:
+        made.in_effect.clear()
+        made.reload.ask()
+        async with asyncio.timeout(PATIENCE_S):
+            while not made.applied:
+                await asyncio.sleep(0.005)
+        assert "Read the configuration again" not in caplog.text
+        made.in_effect.set()
+        await made.once(caplog, "Read the configuration again")
