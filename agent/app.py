@@ -93,7 +93,7 @@ DRAIN_GRACE_S: Final = 2.0
 FLUSH_S: Final = 1.0
 LOG_FLUSH_S: Final = 0.3
 POLICY_WITHIN_S: Final = 5.0
-"""How long a reload waits for the core to judge by the new policy."""
+"""How long a reload waits until the new policy is in effect in the core."""
 PROBE_LOAD: Final = 36
 """Deadlines of a call that a compiler may take on a busy node: three minutes by default."""
 PROBE_ROUND: Final = 12
@@ -411,7 +411,7 @@ class Agent:
         self._inbox.put(PolicyChanged(policy))
         if self._active.is_set():
             self._mps.follow(policy)
-            # In standby nothing is judged yet, and facts wait.
+            # In standby no fact is applied yet.
             await self._latest.wait_for(lambda snapshot: snapshot.policy == policy, POLICY_WITHIN_S)
 
     async def _stop(self, nvml: "NvmlSource") -> None:

@@ -39,7 +39,7 @@ class Reload:
 
         ``reread`` and ``validate`` may block: the one returns new settings, the other why they do not go with
         what is known of the node. ``apply`` puts them into effect, and returns once they are: an XID of after
-        READY=1 is judged by them.
+        READY=1 is evaluated by them.
         """
         self._started = settings
         self._warnings = settings.warnings

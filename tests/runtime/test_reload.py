@@ -154,7 +154,7 @@ async def test_asked_for_while_one_is_under_way_one_more_follows(caplog: pytest.
 
 
 async def test_a_reload_ends_when_the_settings_are_in_effect(caplog: pytest.LogCaptureFixture) -> None:
-    """``systemctl reload`` returns at READY=1: an XID of after it is judged by the new policy."""
+    """``systemctl reload`` returns at READY=1: an XID of after it is evaluated by the new policy."""
     async with reloading(lambda: load({}, {})) as made:
         made.in_effect.clear()
         made.reload.ask()
