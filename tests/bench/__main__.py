@@ -1,9 +1,10 @@
 """``make bench``: the figures we promise, beside their targets.
 
 Before the figures of each measurement stands how it is made. Each figure is one line on standard output,
-``name value unit target kept|missed``, or with ``--json`` one JSON object. At the end it prints which missed
-their targets. Progress and what could not be measured go to standard error. A figure that missed is a result,
-so the exit code is 0; it is 1 if something could not be measured, and 2 for a wrong call.
+``name value unit yardstick ratio target kept|missed``, or with ``--json`` one JSON object. Where a figure of
+the yardstick (tests/bench/yardstick.py) stands beside it, the target is of the ratio. At the end it prints
+which missed their targets. Progress and what could not be measured go to standard error. A figure that missed
+is a result, so the exit code is 0; it is 1 if something could not be measured, and 2 for a wrong call.
 
 Figures are for a machine with two cores and nothing else to do.
 """

@@ -6,7 +6,7 @@ made raises, and the others go on. What a figure includes is in the docstring of
 
 import json
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -39,13 +39,21 @@ class Figure:
     """None: it is there to compare others with."""
     at_least: bool = False
     """Whether more is better."""
+    yardstick: float | None = None
+    """The same figure of the yardstick, measured in turn; then ``target`` is of the ratio to it."""
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times the yardstick's figure it is."""
+        return self.value / self.yardstick if self.yardstick else None
 
     @property
     def verdict(self) -> str:
         """``kept`` or ``missed``; ``-`` for a figure without a target."""
         if self.target is None:
             return "-"
-        kept = self.value >= self.target if self.at_least else self.value <= self.target
+        value = self.value if self.ratio is None else self.ratio
+        kept = value >= self.target if self.at_least else value <= self.target
         return "kept" if kept else "missed"
 
 
@@ -100,17 +108,32 @@ def median_and_tail(
     )
 
 
+def beside_yardstick(
+    name: str, ours_ns: Sequence[float], yardstick_ns: Sequence[float], *, p50: float, p99: float
+) -> Iterator[Figure]:
+    """Yield the median and the 99th percentile of durations; the targets are ratios to the yardstick's."""
+    for part, fraction, target in (("p50", 0.5, p50), ("p99", 0.99, p99)):
+        yield Figure(
+            f"{name}.{part}",
+            quantile(ours_ns, fraction) / NS_PER_MS,
+            "ms",
+            target,
+            yardstick=quantile(yardstick_ns, fraction) / NS_PER_MS,
+        )
+
+
 _NAME_WIDTH: Final = 48
 _NUMBER_WIDTH: Final = 10
 _UNIT_WIDTH: Final = 7
 
 
 def as_text(figure: Figure) -> str:
-    """Return ``name value unit target kept|missed`` in columns."""
-    target = "-" if figure.target is None else _number(figure.target)
+    """Return ``name value unit yardstick ratio target kept|missed`` in columns."""
+    numbers = (figure.yardstick, figure.ratio, figure.target)
+    columns = "".join(f"{'-' if each is None else _number(each):>{_NUMBER_WIDTH}}" for each in numbers)
     return (
         f"{figure.name:<{_NAME_WIDTH}}{_number(figure.value):>{_NUMBER_WIDTH}} {figure.unit:<{_UNIT_WIDTH}}"
-        f"{target:>{_NUMBER_WIDTH}}  {figure.verdict}"
+        f"{columns}  {figure.verdict}"
     )
 
 
@@ -121,6 +144,8 @@ def as_json(figure: Figure, measurement: Measurement) -> str:
             "name": figure.name,
             "value": round(figure.value, 4),
             "unit": figure.unit,
+            "yardstick": figure.yardstick and round(figure.yardstick, 4),
+            "ratio": figure.ratio and round(figure.ratio, 3),
             "target": figure.target,
             "verdict": figure.verdict,
             "method": measurement.method,

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Final
 
-from tests.bench import probe_footprint
+from tests.bench import probe_footprint, yardstick
 from tests.bench.figures import Absent, Effort, Figure, Measurement, MeasurementError
 from tests.bench.node import GPU, ROOT, SETTLE_S, BenchNode, bench_node, free_port, share_of_core
 from tests.bench.scrape import scrape
@@ -131,10 +131,13 @@ async def _cpu(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
             await agent.ready()
             await asyncio.sleep(SETTLE_S)
             wakeups, began_s = agent.wakeups(), time.monotonic()
-            yield Figure("S8.cpu_idle", await share_of_core(agent, idle_s), "%", 0.5)
+            yield Figure("S8.cpu_idle", await share_of_core(agent, idle_s), "%", 0.3)
             woken = (agent.wakeups() - wakeups) / (time.monotonic() - began_s)
-            yield Figure("S8.wakeups_idle", woken, "1/s", None)
+            yield Figure("S8.wakeups_idle", woken, "1/s", 8)
             await agent.end()
+        with node.agent(program=(yardstick.PROGRAM,)) as beside:
+            yield Figure("S8.cpu_idle_yardstick", await share_of_core(beside, idle_s), "%", None)
+            await beside.end()
         with node.agent(flags, program=("tests.bench.fact_load", str(_FACTS_PER_S))) as agent:
             await agent.ready()
             agent.signal(signal.SIGUSR1)

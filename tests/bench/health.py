@@ -5,26 +5,20 @@ import itertools
 import random
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
 from agent.simulation.kubelet import Allocation
+from agent.simulation.presets import NodeSpec
 from agent.simulation.roots import write_boot_id
-from tests.bench.figures import (
-    NS_PER_MS,
-    Effort,
-    Figure,
-    Measurement,
-    MeasurementError,
-    median_and_tail,
-    quantile,
-)
+from tests.bench import yardstick
+from tests.bench.figures import Effort, Figure, Measurement, MeasurementError, beside_yardstick
 from tests.bench.node import GPU, AgentProcess, BenchNode, bench_node, free_port
 from tests.bench.scrape import Scrapers
 from tests.bench.socket_watcher import SocketWatcher
-from tests.bench.waiting import Bystander, Trial, agent_cpu, undisturbed
+from tests.bench.waiting import Bystander, Trial, agent_cpu, undisturbed_beside_yardstick
 
 APPLICATION_XID: Final = 94
 """Flips a GPU, which recovers by itself when probes pass."""
@@ -47,36 +41,41 @@ async def _xid_to_message(effort: Effort) -> AsyncGenerator[Figure, None]:
 
     The library notes when the wait returns, just before it leaves its C code; a watcher beside the kubelet
     notes when its read of the socket returns. Included: pynvml, the thread's way into the loop, the core, the
-    message, and writing it to the kubelet first. ``to_kubelet`` ends when the emulated kubelet's program
-    holds the message, so it has its gRPC client in it. ``50_scrapers``: as many clients ask over HTTP, ten
-    times a second each. ``undisturbed``: only trials in which all threads of agent and kubelet waited
-    less than 0.1 ms for a CPU. ``cpu``: what the agent ran from the XID until the kubelet had the message.
+    message, and writing it to the kubelet first. The yardstick runs on a node of its own, and takes turns.
+    ``to_kubelet`` ends when the emulated kubelet's program holds the message, so it has its gRPC client in
+    it. ``50_scrapers``: as many clients ask over HTTP, ten times a second each. ``undisturbed``: only trials
+    in which all threads of agent and kubelet waited less than 0.1 ms for a CPU. ``cpu``: what the agent ran
+    from the XID until the kubelet had the message.
     """
     trials = effort.of(quick=16, usual=200, full=500)
     address = f"127.0.0.1:{free_port()}"
-    async with bench_node() as node:
-        with node.agent(FAST_RECOVERY | {"http-listen": address}) as agent:
-            await agent.ready()
-            async with SocketWatcher(node.plugin_socket) as watcher:
-                calm = await _trials(node, agent, watcher, trials)
-                async with Scrapers(address, 50):
-                    busy = await _trials(node, agent, watcher, trials)
-            await agent.end()
+    async with AsyncExitStack() as stack:
+        ours = await stack.enter_async_context(xid_target(flags=FAST_RECOVERY | {"http-listen": address}))
+        beside = await stack.enter_async_context(xid_target(program=(yardstick.PROGRAM,)))
+        calm, beside_calm = await xids_in_turn(ours, beside, trials)
+        async with Scrapers(address, 50):
+            busy, _ = await xids_in_turn(ours, beside, trials)
     name = "S1.xid_to_socket"
-    for figure in median_and_tail(name, [each.socket_ns for each in calm], p50_ms=1, p99_ms=5):
+    socket_ns, beside_ns = [each.socket_ns for each in calm], [each.socket_ns for each in beside_calm]
+    seen, beside_seen = [each.seen for each in calm], [each.seen for each in beside_calm]
+    for figure in beside_yardstick(name, socket_ns, beside_ns, p50=1.3, p99=1.5):
         yield figure
-    for figure in undisturbed(name, [each.seen for each in calm], p50_ms=1, p99_ms=5):
+    for figure in undisturbed_beside_yardstick(name, seen, beside_seen, p50=1.3, p99=1.5):
         yield figure
-    for figure in agent_cpu(name, [each.seen.ran_ns for each in calm]):
+    ran_ns, beside_ran_ns = [each.ran_ns for each in seen], [each.ran_ns for each in beside_seen]
+    for figure in agent_cpu(name, ran_ns, yardstick_ns=beside_ran_ns):
         yield figure
     kubelet_ns = [each.kubelet_ns for each in calm]
-    yield Figure("S1.xid_to_kubelet.p99", quantile(kubelet_ns, 0.99) / NS_PER_MS, "ms", 5)
-    socket_ns = [each.socket_ns for each in busy]
-    yield Figure("S1.xid_to_socket_50_scrapers.p99", quantile(socket_ns, 0.99) / NS_PER_MS, "ms", 50)
+    beside_kubelet_ns = [each.kubelet_ns for each in beside_calm]
+    for figure in beside_yardstick("S1.xid_to_kubelet", kubelet_ns, beside_kubelet_ns, p50=1.3, p99=1.5):
+        yield figure
+    busy_ns = [each.socket_ns for each in busy]
+    for figure in beside_yardstick(f"{name}_50_scrapers", busy_ns, beside_ns, p50=3, p99=3):
+        yield figure
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class XidTrial:
     """How long the message of one XID took."""
 
     socket_ns: int
@@ -84,31 +83,64 @@ class _Trial:
     seen: Trial
 
 
-async def _trials(node: BenchNode, agent: AgentProcess, watcher: SocketWatcher, count: int) -> list[_Trial]:
+@dataclass(frozen=True, slots=True)
+class XidTarget:
+    """A device plugin on a node of its own, whose GPUs get XIDs."""
+
+    node: BenchNode
+    agent: AgentProcess
+    watcher: SocketWatcher
+    bystander: Bystander
+    devices: int
+
+    async def trial(self, gpu: int) -> XidTrial:
+        """Push an XID and see how long it takes to be heard of."""
+        node = self.node
+        self.bystander.begin()
+        lists = node.kubelet.statistics().lists
+        event = node.simulated.nvml.push_xid(gpu, APPLICATION_XID)
+        await node.wait(lambda kubelet: kubelet.statistics().lists > lists, "the message of an XID")
+        heard = node.kubelet.lists[lists - node.kubelet.statistics().lists]
+        returned_ns = node.simulated.nvml.event_times(event).returned_ns
+        of_gpu = [name for name in heard.unhealthy if name.startswith(node.uuids[gpu])]
+        wanted = self.devices // len(node.uuids)
+        if not len(heard.unhealthy) == len(of_gpu) == wanted or returned_ns is None:
+            raise MeasurementError(f"the message of an XID on {node.uuids[gpu]} named {len(heard.unhealthy)}")
+        socket_ns = await self.watcher.message_after(returned_ns) - returned_ns
+        return XidTrial(socket_ns, heard.at_ns - returned_ns, self.bystander.trial(socket_ns))
+
+
+@asynccontextmanager
+async def xid_target(
+    spec: NodeSpec | None = None,
+    *,
+    flags: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("agent", "run"),
+    devices: int | None = None,
+) -> AsyncIterator[XidTarget]:
+    """Run a device plugin on a node; ``devices`` is how many it advertises, if not one for each GPU."""
+    async with bench_node(spec) as node:
+        with node.agent(flags, program=program) as agent:
+            await agent.registered()
+            advertised = devices or len(node.uuids)
+            await node.wait_allocatable(advertised)
+            async with SocketWatcher(node.plugin_socket) as watcher:
+                yield XidTarget(node, agent, watcher, Bystander(agent.pid), advertised)
+            await agent.end()
+
+
+async def xids_in_turn(
+    ours: XidTarget, beside: XidTarget, count: int
+) -> tuple[list[XidTrial], list[XidTrial]]:
+    """Push so many XIDs at each of two device plugins in turn, each when the one before is over."""
     rng = random.Random(1)
-    bystander = Bystander(agent.pid)
-    trials: list[_Trial] = []
+    trials: tuple[list[XidTrial], list[XidTrial]] = [], []
     for number in range(count):
-        await node.wait_allocatable(len(node.uuids))
-        await asyncio.sleep(rng.uniform(*BETWEEN_S))
-        bystander.begin()
-        trials.append(await _trial(node, bystander, watcher, number % len(node.uuids)))
+        for target, made in zip((ours, beside), trials, strict=True):
+            await target.node.wait_allocatable(target.devices)
+            await asyncio.sleep(rng.uniform(*BETWEEN_S))
+            made.append(await target.trial(number % len(target.node.uuids)))
     return trials
-
-
-async def _trial(node: BenchNode, bystander: Bystander, watcher: SocketWatcher, gpu: int) -> _Trial:
-    """Push an XID and see how long it takes to be heard of."""
-    uuid = node.uuids[gpu]
-    lists = node.kubelet.statistics().lists
-    event = node.simulated.nvml.push_xid(gpu, APPLICATION_XID)
-    await node.wait(lambda kubelet: kubelet.statistics().lists > lists, "the message of an XID")
-    heard = node.kubelet.lists[lists - node.kubelet.statistics().lists]
-    returned_ns = node.simulated.nvml.event_times(event).returned_ns
-    if heard.unhealthy != (uuid,) or returned_ns is None:
-        listed = ", ".join(heard.unhealthy) or "nothing"
-        raise MeasurementError(f"the message of an XID on {uuid} listed {listed}")
-    socket_ns = await watcher.message_after(returned_ns) - returned_ns
-    return _Trial(socket_ns, heard.at_ns - returned_ns, bystander.trial(socket_ns))
 
 
 @dataclass(slots=True)

@@ -5,19 +5,21 @@ import itertools
 import random
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
 from agent.simulation.kubelet import PodOutcome
+from tests.bench import yardstick
 from tests.bench.figures import (
     NS_PER_MS,
     Effort,
     Figure,
     Measurement,
     MeasurementError,
+    beside_yardstick,
     median_and_tail,
     quantile,
 )
@@ -29,24 +31,40 @@ async def _start(effort: Effort) -> AsyncGenerator[Figure, None]:
     """Start the agent on a node whose kubelet runs; from before the process is made to Register answered.
 
     Includes the interpreter, imports (bytecode is compiled by then), NVML's init in the simulated library,
-    the first probe of each of 8 GPUs, and the kubelet dialling back. The first start does not count: it fills
-    the page cache. ``with_cpu`` is the time less what the main thread waited for a CPU in it.
+    the first probe of each of 8 GPUs, and the kubelet dialling back. The yardstick takes turns. The first
+    start of each does not count: it fills the page cache. ``with_cpu`` is the time less what the main thread
+    waited for a CPU in it; ``cpu`` what all threads ran until then.
     """
-    times_ns: list[int] = []
-    with_cpu_ns: list[int] = []
+    ours: list[_Start] = []
+    beside: list[_Start] = []
     async with bench_node() as node:
-        for trial in range(1 + effort.of(quick=4, usual=20)):
-            with node.agent() as agent:
-                registration = await agent.registered()
-                waited_ns = times_of(f"{agent.pid}/task/{agent.pid}").waited_ns
-                if trial:
-                    times_ns.append(registration.at_ns - agent.began_ns)
-                    with_cpu_ns.append(times_ns[-1] - waited_ns)
-                await agent.ready()
-                await agent.end()
-    yield Figure("S4.start_to_registered.min", min(times_ns) / NS_PER_MS, "ms", None)
-    yield Figure("S4.start_to_registered.p50", quantile(times_ns, 0.5) / NS_PER_MS, "ms", 250)
-    yield Figure("S4.start_to_registered_with_cpu.p50", quantile(with_cpu_ns, 0.5) / NS_PER_MS, "ms", 250)
+        for _ in range(1 + effort.of(quick=4, usual=20)):
+            ours.append(await _started(node, ("agent", "run")))
+            beside.append(await _started(node, (yardstick.PROGRAM,)))
+    for part in ("took", "with_cpu", "cpu"):
+        values, others = ([getattr(each, f"{part}_ns") for each in made[1:]] for made in (ours, beside))
+        name = "S4.start_to_registered" + ("" if part == "took" else f"_{part}")
+        (median, _) = beside_yardstick(name, values, others, p50=1.5, p99=1.5)
+        yield median
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """One start until Register was answered."""
+
+    took_ns: int
+    with_cpu_ns: int
+    cpu_ns: int
+
+
+async def _started(node: BenchNode, program: Sequence[str]) -> _Start:
+    with node.agent(program=program) as agent:
+        registration = await agent.registered()
+        took_ns = registration.at_ns - agent.began_ns
+        main, process = times_of(f"{agent.pid}/task/{agent.pid}"), agent.cpu_s()
+        await agent.ready()
+        await agent.end()
+    return _Start(took_ns, took_ns - main.waited_ns, int(process * 1e9))
 
 
 async def _stop(effort: Effort) -> AsyncGenerator[Figure, None]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tests.bench.figures import NS_PER_MS, Figure, median_and_tail, quantile
+from tests.bench.figures import NS_PER_MS, Figure, beside_yardstick, median_and_tail, quantile
 
 DISTURBED_NS: Final = 100_000
 """A trial in which threads waited longer than this, all together, is disturbed."""
@@ -73,13 +73,31 @@ class Bystander:
 
 def undisturbed(name: str, trials: Sequence[Trial], *, p50_ms: float, p99_ms: float) -> Iterator[Figure]:
     """Yield the figures of the undisturbed trials, and how many of all these are."""
-    calm = [trial.took_ns for trial in trials if trial.waited_ns <= DISTURBED_NS]
+    calm = _calm(trials)
     yield Figure(f"{name}_undisturbed.share", 100 * len(calm) / len(trials), "%", None)
     if calm:
         yield from median_and_tail(f"{name}_undisturbed", calm, p50_ms=p50_ms, p99_ms=p99_ms)
 
 
-def agent_cpu(name: str, ran_ns: Sequence[int]) -> Iterator[Figure]:
+def undisturbed_beside_yardstick(
+    name: str, ours: Sequence[Trial], yardstick: Sequence[Trial], *, p50: float, p99: float
+) -> Iterator[Figure]:
+    """Yield the same with ratios to the undisturbed trials of the yardstick as targets."""
+    calm, beside = _calm(ours), _calm(yardstick)
+    yield Figure(f"{name}_undisturbed.share", 100 * len(calm) / len(ours), "%", None)
+    if calm and beside:
+        yield from beside_yardstick(f"{name}_undisturbed", calm, beside, p50=p50, p99=p99)
+
+
+def _calm(trials: Sequence[Trial]) -> list[float]:
+    return [trial.took_ns for trial in trials if trial.waited_ns <= DISTURBED_NS]
+
+
+def agent_cpu(
+    name: str, ran_ns: Sequence[int], *, yardstick_ns: Sequence[int] = (), p99_ms: float | None = None
+) -> Iterator[Figure]:
     """Yield what the agent ran for it, which other work on the machine hardly changes."""
-    for part, fraction in (("p50", 0.5), ("p99", 0.99)):
-        yield Figure(f"{name}_cpu.{part}", quantile(ran_ns, fraction) / NS_PER_MS, "ms", None)
+    for part, fraction, target in (("p50", 0.5, None), ("p99", 0.99, p99_ms)):
+        beside = quantile(yardstick_ns, fraction) / NS_PER_MS if yardstick_ns else None
+        ran_ms = quantile(ran_ns, fraction) / NS_PER_MS
+        yield Figure(f"{name}_cpu.{part}", ran_ms, "ms", target, yardstick=beside)
