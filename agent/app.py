@@ -33,6 +33,7 @@ from agent.model.components import (
     HTTP,
     LIST_AND_WATCH,
     LOOP,
+    NVML_EVENTS,
     NVML_NODE,
     STATE_FILE,
 )
@@ -472,6 +473,8 @@ class Agent:
     def _restart(self, component: ComponentId) -> None:
         if component.name == GPU_PROBER and self._assembly.nvml is not None:
             self._assembly.nvml.restart_gpu(GpuUuid(component.of))
+        elif component.name == NVML_EVENTS and self._assembly.nvml is not None:
+            self._assembly.nvml.restart_events()
         elif component.name == LIST_AND_WATCH and self._recovers_by_registration(ResourceName(component.of)):
             return
         else:

@@ -57,6 +57,7 @@ from agent.model.facts import (
     UvmProbed,
     WatchedDirectoryDeleted,
     WatchersChanged,
+    XidEventsHeard,
 )
 from agent.model.health import Reason
 from agent.model.ids import ALL, ComponentId, DeviceId
@@ -150,6 +151,7 @@ OTHER: list[st.SearchStrategy[Fact]] = [
         st.frozensets(st.sampled_from(PARTS)),
         st.dictionaries(st.sampled_from(PARTS), st.integers(0, 10**9), max_size=2),
     ),
+    st.builds(XidEventsHeard, st.integers(0, 10**12), st.booleans()),
     st.sampled_from([StateUnread("EIO"), StateLossAcknowledged(), StateRestored(None)]),
     st.builds(PolicyChanged, st.builds(Policy, recovery_quiet_ns=st.sampled_from([0, QUIET]))),
 ]
@@ -213,6 +215,7 @@ ONE_OF_EACH: list[Fact] = [
     PolicyChanged(Policy(mig_strategy="mixed")),
     FactRejected(U0, "XidReported(79): KeyError()"),
     ComponentsStale(frozenset({ComponentId(GPU_PROBER, U0), ComponentId(NVML_NODE)})),
+    XidEventsHeard(S, is_heard=False),
     StateUnread("Input/output error"),
     StateRestored(Durable(gpus=(gpu(2),), holds=((uuid(2), "fan"),), lost="is damaged")),
     StateLossAcknowledged(),

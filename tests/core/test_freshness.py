@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, count
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -20,7 +21,9 @@ from agent.model.facts import ComponentsStale, KernelXidSeen
 from agent.model.health import Health, Reason
 from agent.model.ids import ComponentId, GpuUuid
 from agent.model.policy import SECOND_NS
+from agent.model.structs import replace
 from tests.core.build import U0, U1, Node, gpu, registered_node, uuid
+from tests.core.polls import HEALTHY
 
 COMPONENT = ComponentId(facts.SYSFS)
 terms = st.builds(Terms, st.integers(0, 20 * SECOND_NS), st.integers(0, 10 * SECOND_NS))
@@ -163,6 +166,36 @@ def test_with_the_kernel_log_alone_its_xids_make_a_gpu_unhealthy() -> None:
     assert health(node)[uuid(2)] is Health.UNKNOWN
     node.apply(ComponentsStale(frozenset()))
     assert list(health(node).values()) == [Health.UNHEALTHY, Health.UNHEALTHY, Health.HEALTHY]
+
+
+@pytest.mark.parametrize("is_heard_again", [False, True], ids=["while it lasts", "when it is over"])
+def test_a_line_from_while_no_event_set_kept_xids_makes_its_gpu_unhealthy(is_heard_again: bool) -> None:
+    node = registered_node(gpu(0), gpu(1))
+    node.apply(KernelXidSeen(gpu(0).pci, 95))
+    node.after(SECOND_NS)
+    lost_ns = node.now_ns
+    node.after(SECOND_NS, KernelXidSeen(gpu(1).pci, 95))
+    assert set(health(node).values()) == {Health.HEALTHY}
+    node.after(SECOND_NS, facts.XidEventsHeard(lost_ns, is_heard=is_heard_again))
+    assert list(health(node).values()) == [Health.HEALTHY, Health.UNHEALTHY]
+    # It is over: from here on NVML's silence denies a line.
+    node.apply(facts.XidEventsHeard(lost_ns, is_heard=True))
+    node.after(SECOND_NS, KernelXidSeen(gpu(0).pci, 95))
+    assert list(health(node).values()) == [Health.HEALTHY, Health.UNHEALTHY]
+
+
+def test_an_older_reading_denies_no_line_from_while_no_event_set_kept_xids() -> None:
+    node = registered_node(gpu(0))
+    reading = replace(HEALTHY, recovery_action=0)
+    node.apply(facts.GpuSampled(U0, reading))
+    lost_ns = node.now_ns
+    node.after(SECOND_NS, KernelXidSeen(gpu(0).pci, 95), facts.XidEventsHeard(lost_ns, is_heard=False))
+    assert health(node)[U0] is Health.HEALTHY
+    view = node.snapshot().view_of(U0)
+    assert view is not None
+    assert [each.reason for each in view.conditions] == [Reason.UNCONFIRMED]
+    node.apply(facts.GpuSampled(U0, replace(reading, recovery_action=1)))
+    assert health(node)[U0] is Health.UNHEALTHY
 
 
 def test_a_stale_component_without_devices_is_named_and_makes_none_unknown() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.model.facts import KernelXidSeen
 from agent.model.health import Reason
 from tests.faults.watched_node import watched_node
 from tests.sources.recorder import PATIENCE_S, until
@@ -63,6 +64,23 @@ async def test_an_event_wait_that_returns_a_code_marks_none_and_does_not_spin(
             # The next wait comes with a new set.
             waits = state.calls("nvmlEventSetWait_v2") - before
             assert waits <= (time.monotonic_ns() - began_ns) // QUICK.event_retry_ns + 2
+
+
+async def test_an_xid_from_while_event_waits_fail_counts_by_the_kernel_log_alone(tmp_path: Path) -> None:
+    async with watched_node(tmp_path, THREE_T4) as watched:
+        state = watched.node.state
+        creations = state.calls("nvmlEventSetCreate")
+        state.set_return("nvmlEventSetWait_v2", 999)
+        await until(lambda: state.calls("nvmlEventSetCreate") > creations)
+        pci = next(view.gpu.pci for view in watched.gpus if view.gpu.uuid == watched.node.uuid(2))
+        watched.put(KernelXidSeen(pci, 95))
+        await watched.until_unhealthy(2)
+        state.clear_return("nvmlEventSetWait_v2")
+        async with asyncio.timeout(PATIENCE_S):
+            while Reason.XID not in watched.reasons(1):
+                state.push_xid(1, 48)
+                await asyncio.sleep(0.02)
+        assert watched.ever_unhealthy == {watched.node.uuid(1), watched.node.uuid(2)}
 
 
 async def test_a_lost_gpu_is_marked_and_xids_of_the_others_are_heard(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from agent.model.facts import Fact
 from agent.model.health import Health, Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS, Policy
-from agent.model.snapshot import Device, Snapshot
+from agent.model.snapshot import Device, GpuView, Snapshot
 from agent.proofs import Proofs
 from agent.sources.nvml.source import NvmlSettings
 from tests.sources.recorder import PATIENCE_S
@@ -27,8 +27,10 @@ QUICK_RECOVERY = Policy(recovery_clean_probes=2, recovery_quiet_ns=0)
 class Watched:
     """A node under watch, and every verdict on it."""
 
-    def __init__(self, node: Node, latest: Latest[Snapshot]) -> None:
+    def __init__(self, node: Node, latest: Latest[Snapshot], put: Callable[[Fact], None]) -> None:
+        """``put`` puts a fact of another source into the inbox."""
         self.node = node
+        self.put = put
         self._latest = latest
         self.ever_unhealthy: set[GpuUuid] = set()
 
@@ -40,6 +42,11 @@ class Watched:
     def note(self) -> None:
         """Note which devices are unhealthy now."""
         self.ever_unhealthy |= {uuid for uuid, health in self.health.items() if health is Health.UNHEALTHY}
+
+    @property
+    def gpus(self) -> tuple[GpuView, ...]:
+        """Every GPU as the newest snapshot has it."""
+        return self._latest.value.gpus
 
     @property
     def health(self) -> dict[GpuUuid, Health]:
@@ -85,7 +92,7 @@ async def watched_node(
     state = initial_state(policy, None, now_ns=time.monotonic_ns())
     latest = Latest(snapshot_of(state))
     node = Node.make(directory, hardware)
-    watched = Watched(node, latest)
+    watched = Watched(node, latest, inbox.put)
     engine = Engine(
         inbox=inbox,
         state=state,

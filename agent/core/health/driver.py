@@ -189,7 +189,7 @@ def _with_imex(state: State, now_ns: int) -> State:
 
 @handles(facts.DriverReady)
 def apply_driver_ready(state: State, fact: facts.DriverReady, _now_ns: int) -> State:
-    """Take that NVML was initialised."""
+    """Take that NVML was initialised; its event set is new."""
     view = DriverView(
         ready=True,
         driver_version=fact.driver_version,
@@ -199,7 +199,14 @@ def apply_driver_ready(state: State, fact: facts.DriverReady, _now_ns: int) -> S
     active = state.conditions
     if state.driver_unloaded:
         active = conditions.after_reset(active, state.gpus)
-    return replace(state, driver=view, driver_unloaded=False, conditions=active, driver_released=False)
+    return replace(
+        state,
+        driver=view,
+        driver_unloaded=False,
+        conditions=active,
+        driver_released=False,
+        deaf_since_ns=None,
+    )
 
 
 @handles(facts.DriverUnavailable)

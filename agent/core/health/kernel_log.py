@@ -214,7 +214,8 @@ def with_witnesses(state: State) -> State:
     """Return the state with each unconfirmed fault confirmed or denied by the readings of its GPU."""
     if not state.unconfirmed:
         return state
-    deaf_since_ns = state.covered.get(ComponentId(NVML_EVENTS))
+    deaf = (state.covered.get(ComponentId(NVML_EVENTS)), state.deaf_since_ns)
+    deaf_since_ns = min((since_ns for since_ns in deaf if since_ns is not None), default=None)
     confirmed: dict[ConditionKey, UnconfirmedFault] = {}
     denied: dict[ConditionKey, UnconfirmedFault] = {}
     for key, unconfirmed in state.unconfirmed.items():
@@ -237,6 +238,13 @@ def with_witnesses(state: State) -> State:
         active = {key: each for key, each in state.conditions.items() if key not in over}
         state = replace(state, conditions=active, unconfirmed=without(state.unconfirmed, denied))
     return with_raised(state, confirmed) if confirmed else state
+
+
+@handles(facts.XidEventsHeard)
+def apply_xid_events_heard(state: State, fact: facts.XidEventsHeard, _now_ns: int) -> State:
+    """Keep since when NVML keeps no XID; when that is over, evaluate what was logged meanwhile."""
+    deaf = replace(state, deaf_since_ns=fact.lost_since_ns)
+    return replace(with_witnesses(deaf), deaf_since_ns=None) if fact.is_heard else deaf
 
 
 # The recovery action

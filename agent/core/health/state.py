@@ -87,6 +87,8 @@ class State(msgspec.Struct, frozen=True):
     """Parts that gave no proof for too long; what rests on them is unknown."""
     covered: Mapping[ComponentId, int] = msgspec.field(default_factory=_nothing)
     """Those for which a fresh part stands in, and when each gave its newest proof."""
+    deaf_since_ns: int | None = None
+    """Since when NVML's event wait fails, so that no XID is heard; None: it does not."""
     failed_facts: Mapping[GpuUuid | None, str] = msgspec.field(default_factory=_nothing)
     """Facts on which the core failed, by the GPU they are about; kept until the process ends."""
     overdue: Mapping[GpuUuid, str] = msgspec.field(default_factory=_nothing)

@@ -76,7 +76,8 @@ def verdict_on(
         return Verdict.OPEN
     if reported.recovery is Recovery.BY_HAND or not reads_action(sample):
         return Verdict.CONFIRMED
-    return Verdict.DENIED
+    # The newest reading may be older than the line; the next one confirms it, or clean probes clear it.
+    return Verdict.OPEN if unconfirmed.is_live and not is_reading else Verdict.DENIED
 
 
 def reads_action(sample: GpuSample | None) -> bool:

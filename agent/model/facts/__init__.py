@@ -30,6 +30,7 @@ from agent.model.facts.driver import (
     GpusEnumerated,
     HealthEventsUnsupported,
     TopologySeen,
+    XidEventsHeard,
     XidReported,
 )
 from agent.model.facts.kubelet import (
@@ -169,5 +170,6 @@ __all__ = [
     "UvmProbed",
     "WatchedDirectoryDeleted",
     "WatchersChanged",
+    "XidEventsHeard",
     "XidReported",
 ]

@@ -99,6 +99,15 @@ class HealthEventsUnsupported(GpuState, frozen=True):
     source: SourceName = NVML
 
 
+class XidEventsHeard(State, frozen=True):
+    """NVML's event wait failed, or returned for the first time after that; it keeps no XID meanwhile."""
+
+    lost_since_ns: int
+    """When a wait returned last before it failed, monotonic."""
+    is_heard: bool
+    source: SourceName = NVML
+
+
 class GpuProbePassed(GpuState, frozen=True):
     """Every call of one health poll of a GPU answered well."""
 
@@ -165,6 +174,7 @@ DriverFact = (
     | GpusEnumerated
     | XidReported
     | HealthEventsUnsupported
+    | XidEventsHeard
     | GpuProbePassed
     | GpuCallFailed
     | GpuCallOverdue

@@ -2,7 +2,7 @@
 
 Invariants: an XID goes from the waiting thread straight into the inbox. A wait that fails marks no
 GPU and never spins: the set is created again, at most once in ``retry_ns``, from the GPUs that answer
-their next probe, so a lost one does not silence the others.
+their next probe, so a lost one does not silence the others. The core is told since when no XID is heard.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from agent import guard
 from agent.bus import Inbox
 from agent.errors import NvmlCode, NvmlError
 from agent.log import about
-from agent.model.facts import Fact, XidReported
+from agent.model.facts import Fact, XidEventsHeard, XidReported
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS
 from agent.sources.nvml.hotplug import BindEvents
@@ -132,6 +132,10 @@ class Listener:
         self._wait = nvml.wait_event
         self._registered = asyncio.Event()
         self._stopping = False
+        self._runs = 0
+        self._heard_ns = clock()
+        """When a wait returned last."""
+        self._is_deaf = False
         self._last_problem: str | None = None
         self.events: SharedEventSet | None = None
         """The set GPUs are to register with now."""
@@ -140,6 +144,7 @@ class Listener:
 
     async def run(self) -> None:
         """Listen until cancelled."""
+        self._runs += 1
         while True:
             began_ns = self._clock()
             try:
@@ -150,9 +155,10 @@ class Listener:
                 await self._wait_registered()
                 # Bound here: the seam belongs to the task that runs now.
                 self._wait = guard.owner().seam("thread", "nvml-event-wait", self._nvml.wait_event)
-                await self._worker.call(partial(self._listen, self.events))
+                await self._worker.call(partial(self._listen, self.events, self._runs))
             except NvmlError as error:
                 self._log_problem(error)
+                self._put_heard(is_deaf=True)
                 await self.free(is_broken=True)
                 self._on_failed()
             except Exception as error:  # noqa: BLE001 - whatever it is, it costs no XID
@@ -203,11 +209,17 @@ class Listener:
         """Start to wait, now that at least one GPU sends its events to the set."""
         self._registered.set()
 
-    def _listen(self, shared: SharedEventSet) -> None:
+    def _put_heard(self, *, is_deaf: bool) -> None:
+        if self._is_deaf or is_deaf:
+            self._inbox.put(XidEventsHeard(lost_since_ns=self._heard_ns, is_heard=not is_deaf))
+        self._is_deaf = is_deaf
+
+    def _listen(self, shared: SharedEventSet, run: int) -> None:
         slice_ns = self._slice_ms * MILLISECOND_NS
         rebinds_due_ns = self._clock()
         with shared.in_use(self._nvml) as events:
-            while not self._stopping:
+            # A restart leaves the thread in its wait, and the next run takes the set over.
+            while not self._stopping and run == self._runs:
                 if self._clock() >= rebinds_due_ns:
                     rebinds_due_ns = self._clock() + slice_ns
                     self._emit_rebinds()
@@ -216,6 +228,8 @@ class Listener:
                 except NvmlError as error:
                     if error.code != NvmlCode.TIMEOUT:
                         raise
+                self._put_heard(is_deaf=False)
+                self._heard_ns = self._clock()
                 self._prove()
 
     def _handle_event(self, event: NvmlEvent) -> None:

@@ -1,13 +1,15 @@
 """The state of one GPU's watcher, or of an index whose GPU was not identified yet."""
 
 import asyncio
-from collections.abc import Hashable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from agent import guard
 from agent.errors import NvmlCode, NvmlError, SourceError
-from agent.model.ids import GpuUuid
+from agent.model.ids import GpuUuid, SourceName
 from agent.model.sample import GpuSample
 from agent.model.structs import replace
 from agent.model.usage import GpuMemory
@@ -18,6 +20,9 @@ from agent.sources.nvml.sampling import Sampler
 from agent.sources.nvml.threads import WorkerThread
 
 CANCEL_AGAIN_S: Final = 0.1
+RESTART_PAUSE_S: Final = 0.5
+
+_log = logging.getLogger(__name__)
 
 
 class GpuWatcher(msgspec.Struct, eq=False):
@@ -59,8 +64,7 @@ class GpuWatcher(msgspec.Struct, eq=False):
     wake: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     probed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
-    probing: asyncio.Task[None] | None = None
-    """What runs in it now; cancelled when the prober is stale."""
+    prober: "Restartable | None" = None
 
     @property
     def uuid(self) -> GpuUuid | None:
@@ -113,6 +117,59 @@ class GpuWatcher(msgspec.Struct, eq=False):
         """Wake the tasks that wait for a probe."""
         self.probed.set()
         self.probed = asyncio.Event()
+
+
+class Restartable:
+    """A part of a session that is restarted alone, after a failure and when it is stale.
+
+    Only a driver that is gone ends the session.
+    """
+
+    def __init__(
+        self,
+        component: SourceName,
+        work: Callable[[], Awaitable[None]],
+        *,
+        worker: WorkerThread,
+        called: Callable[[], str],
+        on_restart: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``worker`` is the thread that it uses, and ``called`` what the log calls it."""
+        self._component = component
+        self._work = work
+        self._worker = worker
+        self._called = called
+        self._on_restart = on_restart
+        self._running: asyncio.Task[None] | None = None
+
+    def restart(self) -> None:
+        """Restart it, on another thread if its own hangs outside of a driver call."""
+        if self._running is not None:
+            self._running.cancel()
+
+    async def run(self) -> None:
+        """Run it until cancelled; raises DriverGoneError."""
+        while True:
+            self._running = asyncio.get_running_loop().create_task(
+                guard.for_ever(self._component, self._work), name=self._component
+            )
+            try:
+                await asyncio.wait({self._running})
+            finally:
+                await cancel_and_wait(self._running)
+            error = None if self._running.cancelled() else self._running.exception()
+            if isinstance(error, DriverGoneError):
+                raise error
+            _log.error(
+                "%s stopped (%s); restarting %s",
+                self._called(),
+                "stale" if error is None else repr(error),
+                self._component,
+                exc_info=error,
+            )
+            self._worker.abandon()
+            self._on_restart()
+            await asyncio.sleep(RESTART_PAUSE_S)
 
 
 class DriverGoneError(SourceError):

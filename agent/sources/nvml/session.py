@@ -31,7 +31,7 @@ from agent.sources.nvml.events import Listener, RetiredError, register
 from agent.sources.nvml.gpu_watcher import (
     DriverGoneError,
     GpuWatcher,
-    cancel_and_wait,
+    Restartable,
     driver_failure,
     wait_finished,
 )
@@ -48,8 +48,6 @@ from agent.waiting import wait_set
 
 MIN_GAP_NS: Final = SECOND_NS
 """Between two probes of a GPU that XIDs request."""
-
-RESTART_PAUSE_S: Final = 0.5
 
 XID_PROBE_DELAY_NS: Final = 10_000_000
 """From an XID to the probe of its GPU."""
@@ -111,6 +109,9 @@ class Session:
             on_rebound=self.request,
             prove=partial(context.proofs.prove, ComponentId(NVML_EVENTS)),
         )
+        self._listening = Restartable(
+            NVML_EVENTS, self.listener.run, worker=events_worker, called=lambda: "The wait for XIDs"
+        )
 
     @property
     def ready_emitted(self) -> bool:
@@ -128,7 +129,7 @@ class Session:
                 group.create_task(
                     guard.for_ever(NVML_NODE, partial(self._watch_node, group)), name="nvml node"
                 )
-                group.create_task(guard.for_ever(NVML_EVENTS, self.listener.run), name="nvml events")
+                group.create_task(self._listening.run(), name="nvml events")
         except* DriverGoneError as errors:
             first = errors.exceptions[0]
             gone = first if isinstance(first, DriverGoneError) else None
@@ -157,8 +158,12 @@ class Session:
     def restart_gpu(self, uuid: GpuUuid) -> None:
         """Restart the prober of a GPU, on another thread if its own hangs outside of a driver call."""
         for watcher in self._watchers:
-            if watcher.uuid == uuid and watcher.probing is not None:
-                watcher.probing.cancel()
+            if watcher.uuid == uuid and watcher.prober is not None:
+                watcher.prober.restart()
+
+    def restart_events(self) -> None:
+        """Restart the wait for XIDs, on another thread if its own hangs outside of a driver call."""
+        self._listening.restart()
 
     def probe_soon(self, uuid: GpuUuid) -> None:
         """Probe one GPU with every reading, at most once in MIN_GAP_NS: an XID was reported."""
@@ -259,7 +264,14 @@ class Session:
         watcher = GpuWatcher(worker, nvml, Sampler(nvml, slow_ns=slow_ns, clock=self._clock), index)
         worker.on_overdue = partial(self._on_call_overdue, watcher)
         worker.on_answered = partial(self._on_call_answered, watcher)
-        watcher.task = group.create_task(self._supervise_watcher(watcher), name=f"nvml gpu {index}")
+        watcher.prober = Restartable(
+            GPU_PROBER,
+            partial(self._watch_gpu, watcher),
+            worker=worker,
+            called=lambda: f"The prober of GPU {index if watcher.uuid is None else watcher.uuid}",
+            on_restart=watcher.request,
+        )
+        watcher.task = group.create_task(watcher.prober.run(), name=f"nvml gpu {index}")
         self._watchers.append(watcher)
         return watcher
 
@@ -282,30 +294,6 @@ class Session:
         await wait_finished(numbers, self._settings.call_deadline_ns)
 
     # One GPU
-
-    async def _supervise_watcher(self, watcher: GpuWatcher) -> None:
-        """Run the prober of a GPU and restart it after a failure, which affects no other GPU."""
-        while True:
-            watcher.probing = asyncio.get_running_loop().create_task(
-                guard.for_ever(GPU_PROBER, partial(self._watch_gpu, watcher)),
-                name=f"nvml gpu {watcher.index} prober",
-            )
-            try:
-                await asyncio.wait({watcher.probing})
-            finally:
-                await cancel_and_wait(watcher.probing)
-            error = None if watcher.probing.cancelled() else watcher.probing.exception()
-            if isinstance(error, DriverGoneError):
-                raise error
-            _log.error(
-                "The prober of GPU %s stopped (%s); restarting it",
-                watcher.index if watcher.uuid is None else watcher.uuid,
-                "stale" if error is None else repr(error),
-                exc_info=error,
-            )
-            watcher.worker.abandon()
-            watcher.request()
-            await asyncio.sleep(RESTART_PAUSE_S)
 
     async def _watch_gpu(self, watcher: GpuWatcher) -> None:
         stagger_ns = min(self._settings.poll_ns // 4, SECOND_NS // 4) * (watcher.index % 8) // 8

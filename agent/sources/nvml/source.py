@@ -146,6 +146,11 @@ class NvmlSource:
         if self._session is not None:
             self._session.restart_gpu(uuid)
 
+    def restart_events(self) -> None:
+        """Restart the stale wait for XIDs. Does not wait; does nothing without a driver."""
+        if self._session is not None:
+            self._session.restart_events()
+
     def probe_soon(self, uuid: GpuUuid) -> None:
         """Probe one GPU with every reading, at most once a second. Does not wait."""
         if self._session is not None:

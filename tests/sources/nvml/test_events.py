@@ -11,6 +11,7 @@ from agent.model.facts import (
     GpuProbePassed,
     GpusEnumerated,
     HealthEventsUnsupported,
+    XidEventsHeard,
     XidReported,
 )
 from agent.model.structs import replace
@@ -184,9 +185,14 @@ async def test_a_wait_that_fails_marks_no_gpu_and_xids_are_received_again(
     creations = node.state.calls(CREATE)
     node.state.set_return(WAIT, code)
     await until(lambda: node.state.calls(CREATE) > creations)
+    lost = await recorder.first(XidEventsHeard)
+    assert not lost.is_heard
+    assert lost.lost_since_ns <= time.monotonic_ns()
     node.state.clear_return(WAIT)
     for gpu in range(4):
         await until_received(node, recorder, gpu)
+    # The core is told of the whole time, however often the set was lost in it.
+    assert await recorder.first(XidEventsHeard, lambda fact: fact.is_heard) == replace(lost, is_heard=True)
     assert recorder.of(GpuCallFailed) == []
     assert recorder.of(DriverUnavailable) == []
 
