@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -19,7 +19,7 @@ from agent.model.ids import SourceName
 from agent.probe.loaded import OBJECT
 from agent.simulation.node import SimulatedNode
 from tests.conftest import SHARE
-from tests.faults.injected import CASES, Cover, Row, plays, rows, table
+from tests.faults.injected import CASES, Cover, Needs, Row, plays, rows, table
 from tests.harness import (
     GPU,
     SLACK_NS,
@@ -31,6 +31,7 @@ from tests.harness import (
     simulated_node,
     uuids,
     wait_allocatable,
+    why_no_driver_double,
 )
 
 TARGET = 1
@@ -42,11 +43,11 @@ ASK_S = 0.2
 """How often each agent is asked."""
 
 FLAGS = {"call-deadline": "1s", "probe-tier": "procfs", "pods-poll": "200ms", "kubelet-count-poll": "1s"}
-MORE_FLAGS = {
+MORE_FLAGS: Final[Mapping[Needs, Mapping[str, str]]] = {
     "nothing": {},
     "cdi": {"device-list-strategy": "cdi-annotations"},
     "mps": {},
-    "bpf": {"probe-tier": "syscalls", "probe-loader": "core"},
+    "processes": {"probe-tier": "syscalls", "probe-loader": "core"},
 }
 MPS = "sharing: {mps: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n"
 
@@ -105,6 +106,23 @@ async def broken_agent(node: SimulatedNode, row: Row) -> AsyncIterator[tuple[Age
             yield agent, Path(name)
 
 
+@contextlib.asynccontextmanager
+async def node_for(needs: Needs) -> AsyncIterator[SimulatedNode]:
+    """Run a node that has what a part needs."""
+    async with simulated_node("4x-t4", driver="required" if needs == "processes" else "none") as node:
+        if needs == "mps":
+            await node.do("mps-daemon", {"command": "start"})
+        yield node
+
+
+async def use_gpu(node: SimulatedNode) -> None:
+    """Let a process use the GPU that does not break, and exit."""
+    name = f"client-{time.monotonic_ns()}"
+    await node.do("process", {"command": "start", "name": name, "gpu": "0"})
+    await asyncio.sleep(ASK_S)
+    await node.do("process", {"command": "kill", "name": name})
+
+
 def is_unhealthy(node: SimulatedNode, target: int) -> bool:
     """Whether the kubelet gives the broken GPU to no pod."""
     healthy = node.kubelet.devices(GPU).keys() - set(node.kubelet.unhealthy(GPU))
@@ -132,24 +150,21 @@ def key_of(part: str) -> str:
 async def play(played: Sequence[Row], worst: dict[str, float]) -> None:
     """Run an agent, and for each row break a part of it and then a GPU, and check what the agent reports."""
     first = played[0]
-    async with simulated_node("4x-t4") as node:
-        if first.case.needs == "mps":
-            await node.do("mps-daemon", {"command": "start"})
-        async with broken_agent(node, first) as (agent, injection):
-            checks = Checks(agent)
-            asking = asyncio.get_running_loop().create_task(checks.ask(), name="test-checks")
-            try:
-                for number, row in enumerate(played, 1):
-                    try:
-                        await _play_row(row, number, node, agent, injection, checks, worst)
-                    except BaseException as error:
-                        error.add_note(f"row: {row}")
-                        raise
-            finally:
-                asking.cancel()
-                await asyncio.wait({asking})
-            if not asking.cancelled():
-                asking.result()
+    async with node_for(first.case.needs) as node, broken_agent(node, first) as (agent, injection):
+        checks = Checks(agent)
+        asking = asyncio.get_running_loop().create_task(checks.ask(), name="test-checks")
+        try:
+            for number, row in enumerate(played, 1):
+                try:
+                    await _play_row(row, number, node, agent, injection, checks, worst)
+                except BaseException as error:
+                    error.add_note(f"row: {row}")
+                    raise
+        finally:
+            asking.cancel()
+            await asyncio.wait({asking})
+        if not asking.cancelled():
+            asking.result()
 
 
 async def _play_row(
@@ -204,8 +219,6 @@ async def _play_row(
     if row.outcome == "process ends":
         assert await agent.ended() != 0
         return
-    if row.how in row.case.count_only:
-        return
     if row.cover is not None:
         await lose(row.cover, node)
     await until_named(row, node, agent, checks, logged)
@@ -230,6 +243,8 @@ async def until_named(
             node.nvml.push_xid(0, next(xids))
             if row.part.endswith("eventlog-writer"):
                 await node.kubelet.restart()
+            if row.case.needs == "processes":
+                await use_gpu(node)
             with contextlib.suppress(OSError):
                 await ask_slowly(node)
             await asyncio.sleep(ASK_S)
@@ -328,10 +343,10 @@ def is_named(agent: AgentProcess, row: Row, logged: int) -> bool:
 
 def why_not(part: str) -> str | None:
     """Return why a part cannot be broken here."""
-    if CASES[part].needs != "bpf":
+    if CASES[part].needs != "processes":
         return None
-    if os.geteuid() != 0:
-        return "needs root"
+    if why := why_no_driver_double():
+        return why
     return None if OBJECT.exists() else "the precompiled probe was not built"
 
 
@@ -362,22 +377,21 @@ def test_the_table_in_the_documentation_is_that_of_the_suite() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("needs", MORE_FLAGS)
-async def test_each_part_that_the_agent_has_is_in_the_table(needs: str) -> None:
+async def test_each_part_that_the_agent_has_is_in_the_table(needs: Needs) -> None:
     """A new task, thread, callback or write without a case fails here; the names are the agent's own."""
     part = next(part for part, case in CASES.items() if case.needs == needs)
     row = next(rows(part))._replace(part="none")
     each = 2 if needs == "mps" else 1
-    async with simulated_node("4x-t4") as node:
-        if needs == "mps":
-            await node.do("mps-daemon", {"command": "start"})
-        async with broken_agent(node, row) as (agent, injection):
-            await wait_allocatable(node.kubelet, 4 * each)
-            await agent.wait_answer("/readyz", lambda status, _: status == 200)
-            node.nvml.push_xid(TARGET, 79)
-            await wait_allocatable(node.kubelet, 3 * each)
-            await agent.wait_answer("/preflight", lambda status, _: status == 503)
-            known = {key_of(part) for part in CASES}
-            assert set((injection / "parts").read_text().split("\n")) - known == {""}
+    async with node_for(needs) as node, broken_agent(node, row) as (agent, injection):
+        await wait_allocatable(node.kubelet, 4 * each)
+        await agent.wait_answer("/readyz", lambda status, _: status == 200)
+        if needs == "processes":
+            await use_gpu(node)
+        node.nvml.push_xid(TARGET, 79)
+        await wait_allocatable(node.kubelet, 3 * each)
+        await agent.wait_answer("/preflight", lambda status, _: status == 503)
+        known = {key_of(part) for part in CASES}
+        assert set((injection / "parts").read_text().split("\n")) - known == {""}
 
 
 def test_each_part_that_vouches_for_something_is_in_the_table() -> None:
