@@ -24,6 +24,9 @@ PRE_START_TIMEOUT_S: Final = 30.0
 """Source: kubelet/pkg/apis/deviceplugin/v1beta1/constants.go, KubeletPreStartContainerRPCTimeoutInSecs."""
 
 
+_CLOSING: Final = "rpc error: code = Canceled desc = grpc: the client connection is closing"
+
+
 class PluginCallError(Exception):
     """A call to the plugin failed; the text is what the kubelet would pass on."""
 
@@ -37,6 +40,8 @@ class PluginClient:
         self.generation = generation
         self.options = plugin_pb.DevicePluginOptions()
         self.stopped = False
+        self.dialled = False
+        """There is a connection that can be closed; the kubelet leaves one alone that it is still dialling."""
         self.forgotten = False
         """Its stream is open, and the kubelet no longer reads it."""
         self._channel = open_channel(path)
@@ -62,11 +67,14 @@ class PluginClient:
                 await self._channel.channel_ready()
         except TimeoutError:
             raise PluginCallError("failed to dial device plugin: context deadline exceeded") from None
+        self.dialled = True
         left_s = None if within_s is None else max(0.0, within_s - (time.monotonic() - began))
         try:
             self.options = await self.stub.GetDevicePluginOptions(plugin_pb.Empty(), timeout=left_s)
         except grpc.aio.AioRpcError as error:
             raise PluginCallError(f"failed to get device plugin options: {go_error(error)}") from None
+        except grpc.aio.UsageError:
+            raise PluginCallError(f"failed to get device plugin options: {_CLOSING}") from None
 
     async def run(self, handle_message: Callable[["PluginClient", bytes, int], str | None]) -> str:
         """Read ListAndWatch until it ends and return why; ``handle_message`` may reject one with a text."""

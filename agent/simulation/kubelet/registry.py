@@ -220,7 +220,8 @@ class Registry:
         if current is None:
             return
         self._node.disconnected(client.resource)
-        await self._close(current)
+        if current.dialled:
+            await self._close(current)
 
     def _handle_list(self, client: PluginClient, data: bytes, at_ns: int) -> str | None:
         if client.forgotten:

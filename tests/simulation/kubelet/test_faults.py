@@ -42,6 +42,21 @@ async def test_a_kubelet_that_forgot_a_plugin_leaves_its_stream_open(
     await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 3)
 
 
+async def test_the_end_of_an_earlier_stream_closes_no_connection_that_is_still_dialled(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    """As in the kubelet, whose Disconnect finds no connection yet (kubernetes:plugin/v1beta1/client.go)."""
+    await kubelet.apply_fault("delay", dial=0.2)
+    async with asyncio.TaskGroup() as group:
+        registering = group.create_task(plugin.register())
+        while not any(task.get_name() == f"kubelet-register-{GPU}" for task in asyncio.all_tasks()):
+            await asyncio.sleep(0)
+        await plugin.end_streams()
+        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 0)
+        assert not registering.done()
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+
+
 @pytest.mark.parametrize("how", ["cancel", "connection"])
 async def test_drop_stream_loses_the_devices_and_keeps_the_capacity(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin, how: str
