@@ -36,14 +36,18 @@ def figures(output: str) -> list[str]:
     return [line for line in output.splitlines() if not line.startswith("#")]
 
 
-def test_a_figure_is_one_line_of_five_words() -> None:
+def test_a_figure_is_one_line_of_seven_words() -> None:
     assert as_text(Figure("S4.p50", 312.25, "ms", 250)).split() == [
         "S4.p50",
         "312.250",
         "ms",
+        "-",
+        "-",
         "250",
         "missed",
     ]
+    beside = Figure("S4.p50", 312.25, "ms", 1.5, yardstick=250)
+    assert as_text(beside).split() == ["S4.p50", "312.250", "ms", "250", "1.249", "1.500", "kept"]
     assert as_text(Figure("S4.p50", 250, "ms", 250)).split()[-1] == "kept"
 
 
@@ -52,14 +56,19 @@ def test_where_more_is_better_less_is_missed() -> None:
     assert Figure("S10.rate", 100_000, "1/s", 100_000, at_least=True).verdict == "kept"
 
 
+def test_beside_a_yardstick_the_target_is_of_the_ratio() -> None:
+    assert Figure("S6.rate", 89, "1/s", 0.9, at_least=True, yardstick=100).verdict == "missed"
+    assert Figure("S6.rate", 90, "1/s", 0.9, at_least=True, yardstick=100).verdict == "kept"
+
+
 def test_a_missed_figure_is_a_result_and_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"], [GOOD]) == 0
     output = capsys.readouterr()
     lines = [json.loads(line) for line in output.out.splitlines()]
-    method = {"method": "Read the clock."}
+    rest = {"yardstick": None, "ratio": None, "method": "Read the clock."}
     assert lines == [
-        {"name": "S1.p50", "value": 1.5, "unit": "ms", "target": 1, "verdict": "missed", **method},
-        {"name": "S1.rate", "value": 100_000, "unit": "1/s", "target": 100_000, "verdict": "kept", **method},
+        {"name": "S1.p50", "value": 1.5, "unit": "ms", "target": 1, "verdict": "missed", **rest},
+        {"name": "S1.rate", "value": 100_000, "unit": "1/s", "target": 100_000, "verdict": "kept", **rest},
     ]
     assert "1 of 2 targets were missed: S1.p50" in output.err
 
@@ -82,7 +91,7 @@ def test_a_figure_that_is_absent_is_named_with_its_reason(capsys: pytest.Capture
     assert main([], [PARTLY]) == 1
     output = capsys.readouterr()
     assert "S3.core could not be measured: clang is not installed" in output.err
-    assert [line.split() for line in figures(output.out)] == [["S3.off", "87.500", "ns", "-", "-"]]
+    assert [line.split() for line in figures(output.out)] == [["S3.off", "87.500", "ns", "-", "-", "-", "-"]]
 
 
 def test_only_the_chosen_ones_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
