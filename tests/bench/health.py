@@ -102,10 +102,10 @@ class XidTarget:
         await node.wait(lambda kubelet: kubelet.statistics().lists > lists, "the message of an XID")
         heard = node.kubelet.lists[lists - node.kubelet.statistics().lists]
         returned_ns = node.simulated.nvml.event_times(event).returned_ns
-        of_gpu = [name for name in heard.unhealthy if name.startswith(node.uuids[gpu])]
-        wanted = self.devices // len(node.uuids)
-        if not len(heard.unhealthy) == len(of_gpu) == wanted or returned_ns is None:
-            raise MeasurementError(f"the message of an XID on {node.uuids[gpu]} named {len(heard.unhealthy)}")
+        names, wanted = heard.unhealthy, self.devices // len(node.uuids)
+        is_other = wanted == 1 and names != (node.uuids[gpu],)
+        if len(names) != wanted or is_other or returned_ns is None:
+            raise MeasurementError(f"the message of an XID on {node.uuids[gpu]} named {names}")
         socket_ns = await self.watcher.message_after(returned_ns) - returned_ns
         return XidTrial(socket_ns, heard.at_ns - returned_ns, self.bystander.trial(socket_ns))
 

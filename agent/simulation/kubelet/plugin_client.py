@@ -41,7 +41,7 @@ class PluginClient:
         self.options = plugin_pb.DevicePluginOptions()
         self.stopped = False
         self.dialled = False
-        """There is a connection that can be closed; the kubelet leaves one alone that it is still dialling."""
+        """It has a connection that can be closed; the kubelet closes none while it dials."""
         self.forgotten = False
         """Its stream is open, and the kubelet no longer reads it."""
         self._channel = open_channel(path)
