@@ -2,7 +2,7 @@
 
 Invariants: an XID goes from the waiting thread straight into the inbox. A wait that fails marks no
 GPU and never spins: the set is created again, at most once in ``retry_ns``, from the GPUs that answer
-their next probe, so a lost one does not silence the others. The core is told since when no XID is heard.
+their next probe, so a lost one does not silence the others. It emits since when no XID is heard.
 """
 
 import asyncio

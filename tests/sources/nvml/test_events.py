@@ -191,7 +191,7 @@ async def test_a_wait_that_fails_marks_no_gpu_and_xids_are_received_again(
     node.state.clear_return(WAIT)
     for gpu in range(4):
         await until_received(node, recorder, gpu)
-    # The core is told of the whole time, however often the set was lost in it.
+    # The whole time is reported, however often the set was lost in it.
     assert await recorder.first(XidEventsHeard, lambda fact: fact.is_heard) == replace(lost, is_heard=True)
     assert recorder.of(GpuCallFailed) == []
     assert recorder.of(DriverUnavailable) == []
