@@ -19,6 +19,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
+from agent.counts import Count
 from agent.model.facts import FactsLost, Message
 from agent.model.ids import SourceName
 
@@ -53,6 +54,11 @@ class InboxStatistics(msgspec.Struct, frozen=True):
 class Inbox(Generic[M]):
     """The bounded queue of facts; see the guarantees above."""
 
+    facts = Count("facts_total", "facts", "Facts that sources put into the inbox.")
+    merged = Count("facts_merged_total", "facts", "Facts that were merged into one that waited.")
+    dropped = Count("facts_lost_total", "facts", "Facts without a key dropped because too many waited.")
+    wakeups = Count("inbox_wakeups_total", "wakeups", "How often facts woke the engine.")
+
     def __init__(self, *, clock: Callable[[], int], capacity: int = CAPACITY) -> None:
         self._clock = clock
         self._capacity = capacity
@@ -61,7 +67,7 @@ class Inbox(Generic[M]):
         self._waiting: dict[Hashable, Stamped[M]] = {}
         self._keyless = 0
         self._lost: dict[SourceName, int] = {}
-        self._put = self._popped = self._merged = self._lost_total = self._wakeups = 0
+        self._popped = 0
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Written to wake the loop; a thread with its own descriptor table must keep it."""
 
@@ -75,7 +81,7 @@ class Inbox(Generic[M]):
         key = fact.key
         with self._lock:
             was_empty = not (self._waiting or self._lost)
-            self._put += 1
+            self.facts += 1
             if key is None:
                 self._put_keyless(Stamped(fact, now_ns))
             else:
@@ -83,10 +89,10 @@ class Inbox(Generic[M]):
                 if waiting is None:
                     self._waiting[key] = Stamped(fact, now_ns)
                 else:
-                    self._merged += 1
+                    self.merged += 1
                     self._waiting[key] = Stamped(waiting.fact.merged_with(fact), waiting.at_ns)
             if was_empty:
-                self._wakeups += 1
+                self.wakeups += 1
         if was_empty:
             os.eventfd_write(self.wake_fd, 1)
 
@@ -95,7 +101,7 @@ class Inbox(Generic[M]):
             self._keyless += 1
             self._waiting[object()] = item
             return
-        self._lost_total += 1
+        self.dropped += 1
         source = item.fact.source
         if source not in self._lost and len(self._lost) >= MAX_LOST_SOURCES:
             source = next(reversed(self._lost))
@@ -139,12 +145,12 @@ class Inbox(Generic[M]):
         """Return the counts at this moment."""
         with self._lock:
             return InboxStatistics(
-                put=self._put,
+                put=self.facts,
                 popped=self._popped,
-                merged=self._merged,
-                lost=self._lost_total,
+                merged=self.merged,
+                lost=self.dropped,
                 waiting=len(self._waiting),
-                wakeups=self._wakeups,
+                wakeups=self.wakeups,
             )
 
 

@@ -22,6 +22,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final, Literal
 
 from agent.core.wording import printable
+from agent.counts import Count
 from agent.log_sinks import MAX_LINE_BYTES, Journal, LineWriter, LogStatistics
 
 Format = Literal["journal", "json", "text"]
@@ -253,14 +254,20 @@ def _cut(line: bytes) -> bytes:
 _RENDERERS: Final = {"journal": journal_entry, "json": json_line, "text": text_line}
 
 
+SUPPRESSED: Final = Count(
+    "log_lines_suppressed_total", "lines", "Lines held back because the same message was logged too often."
+)
+
+
 class RateLimit(logging.Filter):
     """Passes each message a limited number of times in a period, and adds the rest as a count to the next."""
+
+    suppressed = SUPPRESSED
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
         self._seen: OrderedDict[tuple[str, str], _Rate] = OrderedDict()
-        self.suppressed = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record may be written now."""

@@ -12,6 +12,8 @@ import time
 from collections import deque
 from typing import Final, NamedTuple
 
+from agent.counts import Count
+
 MAX_QUEUED_LINES: Final = 2048
 """Lines that may wait for a slow reader of standard error."""
 MAX_LINE_BYTES: Final = 16 * 1024
@@ -27,17 +29,26 @@ class LogStatistics(NamedTuple):
     blocked_s: float
 
 
+WRITTEN: Final = Count("log_lines_written_total", "lines", "Lines of the agent's log that were written.")
+DROPPED: Final = Count(
+    "log_lines_dropped_total",
+    "lines",
+    "Lines of the agent's log that were dropped: its sink was blocked or gone.",
+)
+
+
 class LineWriter:
     """Writes lines to a descriptor from a thread of its own, the only one that may block.
 
     The descriptor stays blocking: other processes often share it, and O_NONBLOCK would break their writes.
     """
 
+    written, dropped = WRITTEN, DROPPED
+
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lines: deque[bytes] = deque()
         self._changed = threading.Condition()
-        self._written = self._dropped = 0
         self._busy_since_s: float | None = None
         self._is_running = False
 
@@ -45,7 +56,7 @@ class LineWriter:
         """Queue a line, or drop it if the queue is full."""
         with self._changed:
             if len(self._lines) >= MAX_QUEUED_LINES:
-                self._dropped += 1
+                self.dropped += 1
                 return
             self._lines.append(line)
             self._changed.notify_all()
@@ -73,9 +84,9 @@ class LineWriter:
             is_written = self._write_all(b"".join(batch))
             with self._changed:
                 if is_written:
-                    self._written += len(batch)
+                    self.written += len(batch)
                 else:
-                    self._dropped += len(batch)
+                    self.dropped += len(batch)
 
     def _pop_batch(self) -> list[bytes]:
         batch = [self._lines.popleft()]
@@ -102,7 +113,7 @@ class LineWriter:
         with self._changed:
             since_s = self._busy_since_s
             blocked_s = 0.0 if since_s is None else time.monotonic() - since_s
-            return LogStatistics(self._written, self._dropped, blocked_s)
+            return LogStatistics(self.written, self.dropped, blocked_s)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until nothing is queued, but no longer than the timeout."""
@@ -118,10 +129,11 @@ class LineWriter:
 class Journal:
     """Sends entries to journald, each a non-blocking datagram."""
 
+    written, dropped = WRITTEN, DROPPED
+
     def __init__(self, path: str = JOURNAL_SOCKET) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._written = self._dropped = 0
         self._failing_since_s: float | None = None
 
     def write(self, entry: bytes) -> None:
@@ -129,12 +141,12 @@ class Journal:
         try:
             self._send(entry)
         except OSError:
-            self._dropped += 1
+            self.dropped += 1
             if self._failing_since_s is None:
                 self._failing_since_s = time.monotonic()
             return
         self._failing_since_s = None
-        self._written += 1
+        self.written += 1
 
     def _send(self, entry: bytes) -> None:
         try:
@@ -158,7 +170,7 @@ class Journal:
         """Return the counts at this moment."""
         since_s = self._failing_since_s
         blocked_s = 0.0 if since_s is None else time.monotonic() - since_s
-        return LogStatistics(self._written, self._dropped, blocked_s)
+        return LogStatistics(self.written, self.dropped, blocked_s)
 
     def flush(self, timeout_s: float) -> None:
         """Return at once: a datagram is sent or dropped when it is written."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from agent import guard
+from agent.counts import Count
 from agent.log import about
 from agent.probe.layout import EVENT, TRACED, decode_event, decode_traced
 
@@ -45,6 +46,10 @@ class Ring(Generic[E]):
     BATCH: Final = 512
     """Events read at once: with their handling by the agent, about 2 ms."""
 
+    received = Count("probe_events_received_total", "events", "Events read from the probe's ring.")
+    unknown = Count("probe_events_invalid_total", "events", "Invalid records in the probe's ring.")
+    failures = Count("probe_events_failures_total", "failures", "Batches of events whose receiver raised.")
+
     def __init__(self, descriptor: int, size: int, records: RecordFormat[E]) -> None:
         """Map a ring of ``size`` bytes, a power of two; the caller still owns the descriptor."""
         self._descriptor = descriptor
@@ -61,12 +66,6 @@ class Ring(Generic[E]):
         self._data = memoryview(self._producer_map)[_PAGE:]
         self._lengths = self._data.cast("I")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.received = 0
-        """Events read so far."""
-        self.unknown = 0
-        """Invalid records that were skipped."""
-        self.failures = 0
-        """Times the receiver raised."""
 
     @property
     def pending_bytes(self) -> int:

@@ -22,6 +22,7 @@ from typing import Final
 from asyncinotify import Mask
 
 from agent.config.yaml_tree import UnreadableError, bytes_of
+from agent.counts import Count
 from agent.directory_watch import ChangeWaiter, DirectoryWatch
 from agent.log import about
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
@@ -50,6 +51,8 @@ def fingerprint_of(path: str) -> int | None:
 class ConfigWatch:
     """Calls back when the file holds something else than it did."""
 
+    reads = Count("config_reads_total", "reads", "Reads of the configuration file by its watch.")
+
     def __init__(
         self,
         path: str,
@@ -68,8 +71,6 @@ class ConfigWatch:
         self._watched: frozenset[Path] = frozenset()
         self._waiter = ChangeWaiter()
         self._has_warned = False
-        self.reads = 0
-        """How often the file was read."""
 
     async def run(self) -> None:
         """Watch until cancelled. May be run again after it ended; two at once are not allowed."""

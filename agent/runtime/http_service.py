@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from agent import __version__, guard, log
+from agent import __version__, counts, guard, log
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
 from agent.core.freshness import stale_message
@@ -80,7 +80,7 @@ class SelfReport:
     def _liveness(self) -> Iterator[Check]:
         yield Check("ping", at_once(lambda: None), is_liveness=True)
         yield Check("event-loop", at_once(self._check_loop), is_liveness=True)
-        if self._status.device_plugin is not None and self._status.device_plugin.statistics():
+        if self._status.device_plugin is not None and self._status.device_plugin.services:
             yield Check("grpc-socket", self._dialled.result, is_liveness=True)
 
     def _readiness(self) -> Iterator[Check]:
@@ -168,6 +168,7 @@ class SelfReport:
                 "awaiting_restart": list(status.awaiting_restart),
             },
             "probe_options": self._probe_options,
+            "counts": counts.describe(),
             "log_lines": {"written": lines.written, "dropped": lines.dropped},
             "state_file_failures": status.state.failures,
             "event_log": None

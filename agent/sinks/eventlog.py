@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from agent.counts import Count
 from agent.log import about, rfc3339, wall_time_of
 from agent.model.effects import EventKind
 from agent.threads import DaemonThread
@@ -52,6 +53,10 @@ class _Writing(NamedTuple):
 class EventLog:
     """Writes each event once, in order."""
 
+    written = Count("event_log_written_total", "events", "Events that are in the event log.")
+    lost = Count("event_log_lost_total", "events", "Events dropped because too many waited to be written.")
+    failures = Count("event_log_failures_total", "writes", "Writes of the event log that failed.")
+
     def __init__(
         self,
         path: str,
@@ -77,12 +82,6 @@ class EventLog:
         self._thread = DaemonThread("eventlog-writer")
         self._writing: _Writing | None = None
         self._unreported = 0
-        self.written = 0
-        """Events written since the start."""
-        self.lost = 0
-        """Events dropped since the start, because there was no room in the queue."""
-        self.failures = 0
-        """Writes that failed since the start."""
         self.trouble: str | None = None
         """Why the newest events are not on the disk; None while they are."""
 

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 
 from agent import files
 from agent.bus import Latest
+from agent.counts import Count
 from agent.log import about
 from agent.model.effects import KeepEvidence
 from agent.model.health import Condition
@@ -64,6 +65,9 @@ class Bundle(NamedTuple):
 class EvidenceSink:
     """Writes bundles."""
 
+    lost = Count("evidence_lost_total", "bundles", "Bundles not kept because too many waited to be written.")
+    failures = Count("evidence_failures_total", "writes", "Writes of evidence that failed.")
+
     def __init__(
         self,
         directory: str,
@@ -88,10 +92,6 @@ class EvidenceSink:
         self._prove = prove
         self._waiting: deque[KeepEvidence] = deque()
         self._asked = asyncio.Event()
-        self.lost = 0
-        """Bundles that were not kept since the start, for want of room in the queue."""
-        self.failures = 0
-        """Writes that failed since the start."""
         self.trouble: str | None = None
         """Why the bundle of a fault is not on disk; None while none waits."""
 

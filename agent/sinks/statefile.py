@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from agent.bus import Latest
+from agent.counts import Count
 from agent.files import write
 from agent.log import about
 from agent.model.snapshot import Durable, Snapshot
@@ -123,6 +124,8 @@ class _Writing(NamedTuple):
 class StateFile:
     """Writes the durable part of the newest snapshot whenever it changed."""
 
+    failures = Count("state_file_failures_total", "writes", "Writes of the state file that failed.")
+
     def __init__(
         self,
         path: str,
@@ -141,8 +144,6 @@ class StateFile:
         self._written: Durable | None = None
         self._thread = DaemonThread("statefile-writer")
         self._writing: _Writing | None = None
-        self.failures = 0
-        """Writes that failed since the start."""
         self.trouble: str | None = None
         """Why the newest state is not in the file; None while it is."""
 

@@ -36,6 +36,7 @@ import msgspec
 
 from agent import guard
 from agent.bus import Inbox
+from agent.counts import Count
 from agent.errors import SourceError
 from agent.log import about
 from agent.model.facts import (
@@ -79,19 +80,6 @@ _DEVICE: Final = os.makedev(1, 11)
 """Source: kernel Documentation/admin-guide/devices.txt."""
 
 _log = logging.getLogger(__name__)
-
-
-class KernelLogStatistics(msgspec.Struct, frozen=True):
-    """Counts since the source was created."""
-
-    records: int
-    """Read after the start, from the kernel and from processes."""
-    of_processes: int
-    """Those of them that processes wrote."""
-    malformed: int
-    """Lines that are no records; they are skipped."""
-    lost: int
-    """Dropped by the kernel before they were read."""
 
 
 class EarlierLines:
@@ -156,6 +144,13 @@ class _Backlog(msgspec.Struct, frozen=True):
 class KernelLogSource:
     """Emits the XIDs in the kernel log and keeps the driver's newest lines."""
 
+    records = Count("kernel_log_records_total", "records", "Records read from the kernel log.")
+    of_processes = Count(
+        "kernel_log_process_records_total", "records", "Records in the kernel log that processes wrote."
+    )
+    malformed = Count("kernel_log_malformed_total", "lines", "Lines of the kernel log that are no records.")
+    lost = Count("kernel_log_lost_total", "records", "Records that the kernel dropped before they were read.")
+
     def __init__(
         self,
         *,
@@ -175,7 +170,6 @@ class KernelLogSource:
         self._path = path
         self._clock = clock
         self._recent = RecentLines()
-        self._records = self._of_processes = self._malformed = self._lost = 0
         self._reader = LogReader()
         self._earlier = EarlierLines()
         self._has_backlog = False
@@ -196,10 +190,6 @@ class KernelLogSource:
     def recent(self) -> tuple[str, ...]:
         """Return the driver's newest lines, the oldest first, each with its seconds since the boot."""
         return self._recent.all()
-
-    def statistics(self) -> KernelLogStatistics:
-        """Return the counts at this moment."""
-        return KernelLogStatistics(self._records, self._of_processes, self._malformed, self._lost)
 
     async def run(self) -> None:
         """Read until cancelled; raises SourceError when the log cannot be read. No two at once."""
@@ -255,9 +245,9 @@ class KernelLogSource:
 
     def _read_turn(self, descriptor: int, failure: "asyncio.Future[SourceError]") -> None:
         self._handle_lines()
-        turn_ends_at = self._records + MAX_RECORDS_PER_TURN
+        turn_ends_at = self.records + MAX_RECORDS_PER_TURN
         for _ in range(MAX_RECORDS_PER_TURN):
-            if failure.done() or self._records >= turn_ends_at:
+            if failure.done() or self.records >= turn_ends_at:
                 return
             try:
                 chunk = os.read(descriptor, MAX_RECORD_BYTES)
@@ -289,7 +279,7 @@ class KernelLogSource:
         if len(self._partial) > MAX_RECORD_BYTES:
             # The rest of it is no record either.
             self._partial = b""
-            self._malformed += 1
+            self.malformed += 1
         self._lines.extend(lines)
         self._handle_lines()
 
@@ -305,7 +295,7 @@ class KernelLogSource:
                     self._failed_line = line
                     raise
                 _log.exception("Handling a line of the kernel log failed twice; skipping it: %r", line[:500])
-                self._malformed += 1
+                self.malformed += 1
             self._lines.popleft()
 
     def _handle_line(self, line: bytes) -> None:
@@ -313,11 +303,11 @@ class KernelLogSource:
         if record is not None:
             self._handle_record(record)
         elif not line.startswith(b" "):
-            self._malformed += 1
+            self.malformed += 1
 
     def _handle_record(self, record: Record) -> None:
-        self._records += 1
-        self._of_processes += not record.is_kernel
+        self.records += 1
+        self.of_processes += not record.is_kernel
         if not self._is_next(record.sequence) or not record.may_matter:
             return
         lines = split_lines(record)
@@ -382,7 +372,7 @@ class KernelLogSource:
             self._position_due = True
 
     def _emit_lost(self, count: int) -> None:
-        self._lost += count
+        self.lost += count
         _log.warning(
             "%(count)s records of the kernel log were lost before they could be read", about(count=count)
         )

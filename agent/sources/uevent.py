@@ -30,6 +30,7 @@ from typing import Final, Protocol, Self
 
 from agent import guard
 from agent.bus import Inbox
+from agent.counts import Count
 from agent.errors import SourceError
 from agent.log import about
 from agent.model.facts import Fact, GpuRebound
@@ -77,6 +78,9 @@ class UeventSocket(Protocol):
 class UeventSource:
     """Emits GPUs that are bound and unbound, and triggers scans."""
 
+    seen = Count("uevents_total", "events", "Uevents received, of any device.")
+    losses = Count("uevent_losses_total", "losses", "How often the kernel's buffer of uevents was full.")
+
     def __init__(
         self,
         *,
@@ -100,28 +104,16 @@ class UeventSource:
         self._open_socket = open_socket if open_socket is not None else netlink_socket
         self._reopen_pause_ns = reopen_pause_ns
         self._pending: asyncio.TimerHandle | None = None
-        self._seen = 0
-        self._losses = 0
-
-    @property
-    def seen(self) -> int:
-        """Events received, of any device."""
-        return self._seen
-
-    @property
-    def losses(self) -> int:
-        """How often the kernel's buffer was full."""
-        return self._losses
 
     async def run(self) -> None:
         """Listen until cancelled; raises SourceError where there are no uevents. No two at once."""
         try:
             while True:
                 await self._listen()
-                self._losses += 1
+                self.losses += 1
                 _log.warning(
                     "Uevents were lost for the %(times)s. time; scanning the bus again",
-                    about(times=self._losses),
+                    about(times=self.losses),
                 )
                 await asyncio.sleep(self._reopen_pause_ns / 1e9)
         except OSError as error:
@@ -146,11 +138,11 @@ class UeventSource:
                     async for event in listener.get():
                         if event.get("ACTION") is None:
                             return
-                        self._seen += 1
+                        self.seen += 1
                         self._handle_event(event)
                 except UnicodeDecodeError:
                     # From a device whose name is no UTF-8; NVIDIA's are.
-                    self._seen += 1
+                    self.seen += 1
 
     def _handle_event(self, event: Uevent) -> None:
         if event.get("SUBSYSTEM") == "module":

@@ -105,7 +105,7 @@ async def test_a_line_is_emitted_at_once(
     kernel, path = log
     kernel.write("a line before the start, so that the source is known to read")
     source = await start(path)
-    await until(lambda: source.statistics().records == 1)
+    await until(lambda: source.records == 1)
     kernel.write(LOST)
     seen = await recorder.first(KernelXidSeen)
     assert seen == KernelXidSeen(pci="0000:3b:00.0", xid=79)
@@ -117,7 +117,7 @@ async def test_two_lines_of_one_fault_are_emitted_once(
     kernel, path = log
     source = await start(path)
     kernel.write("first")
-    await until(lambda: source.statistics().records == 1)
+    await until(lambda: source.records == 1)
     for text in (LOST, FALLEN, DBE):
         kernel.write(text)
     await recorder.first(KernelXidSeen, lambda fact: fact.xid == 48)
@@ -131,7 +131,7 @@ async def test_what_was_in_the_log_before_is_backlog(
     kernel.write(DBE)
     kernel.write(DBE)
     source = await start(path)
-    await until(lambda: source.statistics().records == 2)
+    await until(lambda: source.records == 2)
     kernel.write(LOST)
     await recorder.first(KernelXidSeen, lambda fact: fact.xid == 79)
     emitted = [(fact.xid, fact.backlog) for fact in recorder.of(KernelXidSeen) for _ in range(fact.count)]
@@ -205,7 +205,7 @@ async def test_the_read_position_is_emitted_at_the_start_and_after_each_xid(
     pipe.write(line(5, "a line"))
     assert (await recorder.first(KernelLogRead)).until == 5
     pipe.write(line(6, "another line"))
-    await until(lambda: source.statistics().records == 2)
+    await until(lambda: source.records == 2)
     pipe.write(line(7, DBE))
     await until(lambda: len(recorder.of(KernelLogRead)) == 2)
     emitted = [fact for fact in recorder.facts if isinstance(fact, KernelLogRead | KernelXidSeen)]
@@ -227,7 +227,7 @@ async def test_what_a_process_wrote_is_no_xid(pipe: Pipe, start: StartSource, re
     pipe.write(line(1, LOST, priority=8 + 3) + line(2, DBE))
     await recorder.first(KernelXidSeen)
     assert [fact.xid for fact in recorder.of(KernelXidSeen)] == [48]
-    assert source.statistics().of_processes == 1
+    assert source.of_processes == 1
     assert len(source.recent()) == 1
 
 
@@ -237,7 +237,7 @@ async def test_the_newest_lines_of_the_driver_are_kept(pipe: Pipe, start: StartS
     pipe.write(
         line(2, "NVRM: first\\x0aNVRM: second", time_us=12_000_002) + line(3, "NVRM: third", time_us=3)
     )
-    await until(lambda: source.statistics().records == 3)
+    await until(lambda: source.records == 3)
     assert source.recent() == (
         "[   12.000002] NVRM: first",
         "[   12.000002] NVRM: second",
@@ -250,7 +250,7 @@ async def test_an_xid_that_repeats_evicts_no_other_line(pipe: Pipe, start: Start
     pipe.write(line(0, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."))
     for number in range(1, RECENT_LINES + 50):
         pipe.write(line(number, "NVRM: Xid (PCI:0000:3b:00): 31, pid=7, name=job"))
-    await until(lambda: source.statistics().records == RECENT_LINES + 50)
+    await until(lambda: source.records == RECENT_LINES + 50)
     recent = source.recent()
     assert len(recent) == RECENT_LINES
     assert "fallen off the bus" in recent[0]
@@ -260,7 +260,7 @@ async def test_so_many_lines_are_kept(pipe: Pipe, start: StartSource) -> None:
     source = await start(pipe.path)
     for number in range(RECENT_LINES + 50):
         pipe.write(line(number, f"NVRM: line {number}"))
-    await until(lambda: source.statistics().records == RECENT_LINES + 50)
+    await until(lambda: source.records == RECENT_LINES + 50)
     assert len(source.recent()) == RECENT_LINES
     assert source.recent()[0].endswith(" line 50")
 
@@ -276,7 +276,7 @@ async def test_a_gap_in_the_log_is_counted_and_emitted(
     lost = await recorder.first(FactsLost)
     assert (lost.lost_from, lost.count) == (KERNEL_LOG, 3)
     await recorder.first(KernelXidSeen)
-    assert source.statistics().lost == 3
+    assert source.lost == 3
     assert caplog.messages == ["3 records of the kernel log were lost before they could be read"]
 
 
@@ -296,7 +296,7 @@ async def test_an_overrun_is_survived(
     pipe.write(line(10, DBE))
     await recorder.first(KernelXidSeen)
     assert (await recorder.first(FactsLost)).count == 1
-    assert source.statistics().lost == 1
+    assert source.lost == 1
 
 
 async def test_other_lines_are_skipped(pipe: Pipe, start: StartSource, recorder: Recorder) -> None:
@@ -304,7 +304,7 @@ async def test_other_lines_are_skipped(pipe: Pipe, start: StartSource, recorder:
     pipe.write(b"garbage\n\xff\xfe\x00;\n" + line(1, "x") + b" SUBSYSTEM=pci\n DEVICE=+pci:0000:3b:00.0\n")
     pipe.write(line(2, DBE))
     await recorder.first(KernelXidSeen)
-    assert (source.statistics().records, source.statistics().malformed) == (2, 2)
+    assert (source.records, source.malformed) == (2, 2)
 
 
 async def test_a_record_in_pieces_is_put_together(pipe: Pipe, start: StartSource, recorder: Recorder) -> None:
@@ -314,7 +314,7 @@ async def test_a_record_in_pieces_is_put_together(pipe: Pipe, start: StartSource
         pipe.write(piece)
         await asyncio.sleep(0)
     assert (await recorder.first(KernelXidSeen)).xid == 79
-    assert source.statistics().malformed == 0
+    assert source.malformed == 0
 
 
 async def test_a_record_without_a_line_end_is_dropped(
@@ -322,10 +322,10 @@ async def test_a_record_without_a_line_end_is_dropped(
 ) -> None:
     source = await start(pipe.path)
     pipe.write(b"x" * (MAX_RECORD_BYTES + 1))
-    await until(lambda: source.statistics().malformed == 1)
+    await until(lambda: source.malformed == 1)
     pipe.write(b"the rest\n" + line(1, DBE))
     await recorder.first(KernelXidSeen)
-    assert source.statistics().malformed == 2
+    assert source.malformed == 2
 
 
 async def test_a_storm_does_not_block_the_loop(
@@ -337,7 +337,7 @@ async def test_a_storm_does_not_block_the_loop(
         kernel.write(f"NVRM: Xid (PCI:0000:{number % 8:02x}:00): 48, DBE")
     turns = 0
     source = await start(path)
-    while source.statistics().records < MAX_RECORDS:
+    while source.records < MAX_RECORDS:
         await asyncio.sleep(0)
         turns += 1
     assert turns >= MAX_RECORDS // (2 * MAX_RECORDS_PER_TURN)
@@ -347,7 +347,7 @@ async def test_a_storm_does_not_block_the_loop(
 async def test_a_storm_of_garbage_does_not_block_the_loop(pipe: Pipe, start: StartSource) -> None:
     source = await start(pipe.path)
     pipe.write(b"\n" * 60_000)
-    await until(lambda: source.statistics().malformed == 60_000)
+    await until(lambda: source.malformed == 60_000)
 
 
 async def test_a_reader_that_lags_sees_the_gap(recorder: Recorder, start: StartSource) -> None:
@@ -356,9 +356,9 @@ async def test_a_reader_that_lags_sees_the_gap(recorder: Recorder, start: StartS
             for _ in range(MAX_RECORDS + 10):
                 kernel.write("old")
             source = await start(directory / "kmsg")
-            await until(lambda: source.statistics().records == MAX_RECORDS)
+            await until(lambda: source.records == MAX_RECORDS)
             # Records overwritten before the source started are not its loss.
-            assert source.statistics().lost == 0
+            assert source.lost == 0
 
 
 # Where it cannot read
@@ -437,9 +437,9 @@ async def test_lines_of_the_real_kernel_log_are_read(start: StartSource, recorde
     source = await start(KERNEL_LOG_PATH)
     kernel_line("a harmless line")
     # The backlog is not counted, so this one line is what was read.
-    await until(lambda: source.statistics().of_processes >= 1)
-    assert source.statistics().malformed == 0
-    assert source.statistics().lost == 0
+    await until(lambda: source.of_processes >= 1)
+    assert source.malformed == 0
+    assert source.lost == 0
 
 
 async def test_a_source_of_the_real_log_continues_where_it_stopped(recorder: Recorder) -> None:
@@ -450,12 +450,12 @@ async def test_a_source_of_the_real_log_continues_where_it_stopped(recorder: Rec
         await asyncio.sleep(0)
         kernel_line(f"line {number} while it runs")
         # With the line between the two runs there are three in the end.
-        await until(lambda wanted=2 * number + 1: source.statistics().of_processes >= wanted)  # type: ignore[misc]
+        await until(lambda wanted=2 * number + 1: source.of_processes >= wanted)  # type: ignore[misc]
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
         kernel_line(f"line {number} while it does not")
-    assert source.statistics().lost == 0
+    assert source.lost == 0
 
 
 @pytest.mark.parametrize("others", ["write to it", "own it"])

@@ -28,6 +28,7 @@ from agent.bus import Latest
 from agent.config.settings import Cdi
 from agent.core.allocation.injection import uses_cdi
 from agent.core.reasons import REASON_SPECS
+from agent.counts import Count
 from agent.directory_watch import ChangeWaiter, DirectoryWatch
 from agent.log import About, about
 from agent.model.facts import CdiReported, Fact, WatchedDirectoryDeleted
@@ -69,6 +70,8 @@ _log = logging.getLogger(__name__)
 class CdiSink:
     """Writes the spec files, and knows which names they resolve."""
 
+    failures = Count("cdi_failures_total", "jobs", "Reads and writes of CDI files that failed.")
+
     def __init__(
         self,
         *,
@@ -106,8 +109,6 @@ class CdiSink:
         self._written_ns = 0
         self.absent: frozenset[str] = frozenset()
         """CDI names that are wanted and that this node has nothing for, such as GDS without its module."""
-        self.failures = 0
-        """Jobs that failed since the start."""
         self._has_failed = False
         """The newest job did."""
         self.trouble: str | None = None

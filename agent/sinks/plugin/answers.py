@@ -6,7 +6,6 @@ into an answer. An answer never names a CDI device that no spec file resolves: t
 would reject such a pod with an error that does not name the cause.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeVar
 
@@ -17,6 +16,7 @@ from agent.bus import Latest
 from agent.core.allocation.injection import ContainerAnswer, cdi_names, uses_cdi
 from agent.core.allocation.preference import prefer
 from agent.core.allocation.requests import Rejection, allocate, reject_start
+from agent.counts import CountBy
 from agent.model.ids import ResourceName
 from agent.model.policy import Injection
 from agent.model.snapshot import Resource, Snapshot
@@ -82,6 +82,14 @@ def random_uuid() -> str:
 class Answers:
     """The answers of one resource; each is the response's bytes, or raises GRPCError."""
 
+    rejections = CountBy(
+        "plugin_rejections_total",
+        "calls",
+        "Calls of the kubelet that were rejected.",
+        label="kind",
+        values=_STATUSES,
+    )
+
     def __init__(
         self,
         *,
@@ -91,8 +99,6 @@ class Answers:
         annotation_id: Callable[[], str] = random_uuid,
     ) -> None:
         self.resource: Final = resource
-        self.rejections: Final[Counter[str]] = Counter()
-        """Rejected calls by kind: those of Rejection, malformed, withdrawn."""
         self._latest = latest
         self._cdi = cdi
         self._annotation_id = annotation_id

@@ -6,11 +6,13 @@ is far above that, and far below what would hurt the node.
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
+
+from agent.counts import Count, CountBy
+from agent.log import SUPPRESSED
 
 MIB: Final = 2**20
 
@@ -86,20 +88,48 @@ class TokenBucket(msgspec.Struct):
         return max(0.0, -self.left / self.per_s)
 
 
-class Counters(msgspec.Struct):
-    """What happened on all connections of one server."""
+class Load:
+    """What all connections of one server hold now, and what happened on them."""
 
-    accepted: int = 0
-    rejected_full: int = 0
-    rejected_peer: int = 0
-    accept_failures: int = 0
-    requests: int = 0
-    resets: int = 0
-    malformed: int = 0
-    calls: int = 0
-    calls_rejected: int = 0
-    buffered_bytes: int = 0
-    cuts: Counter[str] = msgspec.field(default_factory=Counter)
+    accepted = Count("plugin_connections_accepted_total", "connections", "Connections to a plugin's socket.")
+    rejected = CountBy(
+        "plugin_connections_rejected_total",
+        "connections",
+        "Connections closed at once: too many are open, or the peer's user may not connect.",
+        label="reason",
+        values=("full", "peer"),
+    )
+    accept_failures = Count(
+        "plugin_accept_failures_total", "failures", "Connections that the kernel could not hand over."
+    )
+    requests = Count("plugin_requests_total", "requests", "Requests on a plugin's socket.")
+    resets = Count("plugin_resets_total", "resets", "Calls that the peer cancelled.")
+    malformed = Count("plugin_malformed_requests_total", "requests", "Requests without a method or a path.")
+    calls_rejected = Count(
+        "plugin_calls_rejected_total", "calls", "Calls rejected because too many were running."
+    )
+    cuts = CountBy(
+        "plugin_connections_cut_total",
+        "connections",
+        "Connections ended by a bound.",
+        label="bound",
+        values=(
+            "idle",
+            "protocol_error",
+            "resets",
+            "incomplete",
+            "request_size",
+            "requests_size",
+            "settings",
+            "unsent",
+        ),
+    )
+
+    def __init__(self) -> None:
+        self.calls = 0
+        """Running now."""
+        self.buffered_bytes = 0
+        """What unanswered requests hold now."""
 
 
 class LineLimit(logging.Filter):
@@ -109,12 +139,13 @@ class LineLimit(logging.Filter):
     that its last line does not, and would be many lines; it is folded into one.
     """
 
+    suppressed = SUPPRESSED
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
         self._last_s: float | None = None
         self._held = 0
-        self.suppressed = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record may be written now."""

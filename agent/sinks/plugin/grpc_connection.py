@@ -34,7 +34,7 @@ from h2.errors import ErrorCodes
 from h2.events import DataReceived, Event, RequestReceived, StreamReset
 from h2.settings import SettingCodes, Settings
 
-from agent.sinks.plugin.grpc_bounds import CLOSED_STREAMS, Bounds, Counters, TokenBucket
+from agent.sinks.plugin.grpc_bounds import CLOSED_STREAMS, Bounds, Load, TokenBucket
 
 NEEDED_PSEUDO_HEADERS: Final = frozenset({":method", ":path"})
 """grpclib reads these without a check; ``:authority`` may have any form or be absent."""
@@ -62,11 +62,11 @@ class Calls(Handler):
         dispatch: _DispatchServerEvents,
         *,
         bounds: Bounds,
-        counters: Counters,
+        load: Load,
     ) -> None:
         super().__init__(methods, codec, None, dispatch)
         self._bounds = bounds
-        self._counters = counters
+        self._load = load
 
     def accept(
         self, stream: ProtocolStream, headers: list[tuple[str, str]], release_stream: Callable[[], object]
@@ -79,17 +79,17 @@ class Calls(Handler):
                 stream.reset_nowait(error)
             release_stream()
             return
-        self._counters.calls += 1
+        self._load.calls += 1
         release_once = _Once(release_stream)
         super().accept(stream, headers, release_once)
         self._tasks[stream].add_done_callback(partial(self._ended, stream, release_once))
 
     def _objection(self, headers: list[tuple[str, str]]) -> ErrorCodes | None:
         if not {name for name, _ in headers} >= NEEDED_PSEUDO_HEADERS:
-            self._counters.malformed += 1
+            self._load.malformed += 1
             return ErrorCodes.PROTOCOL_ERROR
-        if self._counters.calls >= self._bounds.calls and len(self._tasks) >= self._bounds.calls_share:
-            self._counters.calls_rejected += 1
+        if self._load.calls >= self._bounds.calls and len(self._tasks) >= self._bounds.calls_share:
+            self._load.calls_rejected += 1
             # The client knows by it that nothing was done, and may try again.
             return ErrorCodes.REFUSED_STREAM
         return None
@@ -98,7 +98,7 @@ class Calls(Handler):
         """Release everything a call held, now and not at some later garbage collection."""
         # grpclib does not release a call that is cancelled before its task first ran.
         release_once()
-        self._counters.calls -= 1
+        self._load.calls -= 1
         self._tasks.pop(stream, None)
         self._cancelled.discard(task)
         error = None if stream.wrapper is None else stream.wrapper._error  # noqa: SLF001 - see above
@@ -136,13 +136,13 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         handler: Calls,
         *,
         bounds: Bounds,
-        counters: Counters,
+        load: Load,
         on_made: Callable[["BoundedConnection"], None],
         on_lost: Callable[["BoundedConnection"], None],
     ) -> None:
         super().__init__(handler, CONFIG, H2_CONFIG)
         self._bounds = bounds
-        self._counters = counters
+        self._load = load
         self._on_made = on_made
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -249,9 +249,9 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
     def _process(self, event: Event) -> None:
         if isinstance(event, RequestReceived):
             self._requests += 1
-            self._counters.requests += 1
+            self._load.requests += 1
         elif isinstance(event, StreamReset) and event.remote_reset:
-            self._counters.resets += 1
+            self._load.resets += 1
             if self._resets.spend(1, self._loop.time()):
                 self._cut("resets")
                 return
@@ -271,7 +271,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
             self._cut("incomplete")
         elif self._buffered_bytes > bounds.request_bytes:
             self._cut("request_size")
-        elif self._counters.buffered_bytes > bounds.requests_bytes:
+        elif self._load.buffered_bytes > bounds.requests_bytes:
             self._cut("requests_size")
         elif len(self._h2.remote_settings) > bounds.settings:
             self._cut("settings")
@@ -279,7 +279,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
             self._cut("unsent")
 
     def _account(self, buffered_bytes: int) -> None:
-        self._counters.buffered_bytes += buffered_bytes - self._buffered_bytes
+        self._load.buffered_bytes += buffered_bytes - self._buffered_bytes
         self._buffered_bytes = buffered_bytes
 
     def _close_if_idle(self) -> None:
@@ -292,12 +292,12 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         if left_s > 0:
             self._idle_check = self._loop.call_later(left_s, self._close_if_idle)
             return
-        self._counters.cuts["idle"] += 1
+        self._load.cuts["idle"] += 1
         self.close()
 
     def _cut(self, reason: str) -> None:
         """End a connection that is over a bound, without waiting for it to read."""
-        self._counters.cuts[reason] += 1
+        self._load.cuts[reason] += 1
         self.close(ErrorCodes.ENHANCE_YOUR_CALM)
         self.abort()
 

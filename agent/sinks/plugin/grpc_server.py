@@ -24,7 +24,6 @@ import struct
 from collections.abc import Mapping
 from typing import Final
 
-import msgspec
 from grpclib.const import Handler as Method
 from grpclib.const import Status
 from grpclib.encoding.base import CodecBase
@@ -34,7 +33,7 @@ from grpclib.server import Stream
 
 from agent import guard
 from agent.log import about
-from agent.sinks.plugin.grpc_bounds import PEER_LINES, REQUEST_S, Bounds, Counters, limit_peer_lines
+from agent.sinks.plugin.grpc_bounds import PEER_LINES, REQUEST_S, Bounds, Load, limit_peer_lines
 from agent.sinks.plugin.grpc_connection import BoundedConnection, Calls
 
 FLUSH_S: Final = 0.2
@@ -81,29 +80,6 @@ async def receive_request(stream: Stream[bytes, bytes], *, within_s: float = REQ
     return request
 
 
-class ServerStatistics(msgspec.Struct, frozen=True):
-    """Counts since the start of one server."""
-
-    connections: int
-    """Open now."""
-    calls: int
-    """Running now."""
-    accepted: int
-    rejected_full: int
-    rejected_peer: int
-    accept_failures: int
-    requests: int
-    resets: int
-    malformed: int
-    """Requests without a method or a path."""
-    calls_rejected: int
-    """Because too many were running."""
-    buffered_bytes: int
-    """What unanswered requests hold now."""
-    cuts: Mapping[str, int]
-    """Connections ended by a bound, by its name."""
-
-
 class BoundedServer:
     """Serves gRPC methods on a listening socket, which it owns from now on."""
 
@@ -121,7 +97,7 @@ class BoundedServer:
         self._listener = listener
         self._bounds = bounds or Bounds()
         self._uids = frozenset({0, os.geteuid()}) if uids is None else uids
-        self._counters = Counters()
+        self.load: Final = Load()
         self._live: dict[BoundedConnection, None] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -173,7 +149,7 @@ class BoundedServer:
             log.info("Accepted connections again")
 
     async def _rest(self, error: OSError) -> None:
-        self._counters.accept_failures += 1
+        self.load.accept_failures += 1
         if not self._is_resting:
             self._is_resting = True
             log.warning("Could not accept a connection of the kubelet: %(error)s", about(error=str(error)))
@@ -185,7 +161,7 @@ class BoundedServer:
             # A peer that connects in a loop must not keep the agent's loop here.
             await asyncio.sleep(0)
             return
-        self._counters.accepted += 1
+        self.load.accepted += 1
         peer.setblocking(False)  # noqa: FBT003 - positional only
         try:
             await asyncio.get_running_loop().connect_accepted_socket(self._new_connection, peer)
@@ -196,14 +172,14 @@ class BoundedServer:
     def _may_enter(self, peer: socket.socket) -> bool:
         _, uid, _ = UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
         if uid not in self._uids:
-            self._counters.rejected_peer += 1
+            self.load.rejected["peer"] += 1
             peer_log.warning(
                 "Rejected a connection of user %(uid)s, which is neither root nor the agent's own user",
                 about(uid=uid),
             )
             return False
         if len(self._live) >= self._bounds.connections:
-            self._counters.rejected_full += 1
+            self.load.rejected["full"] += 1
             peer_log.warning(
                 "Rejected a connection to the plugin's socket: %(connections)s are open",
                 about(connections=len(self._live)),
@@ -213,9 +189,9 @@ class BoundedServer:
 
     def _new_connection(self) -> BoundedConnection:
         return BoundedConnection(
-            Calls(self._methods, self._codec, self._dispatch, bounds=self._bounds, counters=self._counters),
+            Calls(self._methods, self._codec, self._dispatch, bounds=self._bounds, load=self.load),
             bounds=self._bounds,
-            counters=self._counters,
+            load=self.load,
             on_made=self._remember,
             on_lost=self._forget,
         )
@@ -286,20 +262,7 @@ class BoundedServer:
         for connection in list(self._live):
             connection.abort()
 
-    def statistics(self) -> ServerStatistics:
-        """Return the counts at this moment."""
-        counters = self._counters
-        return ServerStatistics(
-            connections=len(self._live),
-            calls=counters.calls,
-            accepted=counters.accepted,
-            rejected_full=counters.rejected_full,
-            rejected_peer=counters.rejected_peer,
-            accept_failures=counters.accept_failures,
-            requests=counters.requests,
-            resets=counters.resets,
-            malformed=counters.malformed,
-            calls_rejected=counters.calls_rejected,
-            buffered_bytes=counters.buffered_bytes,
-            cuts=dict(counters.cuts),
-        )
+    @property
+    def connections(self) -> int:
+        """How many are open now."""
+        return len(self._live)

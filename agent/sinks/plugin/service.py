@@ -9,7 +9,7 @@ stream, without a last list.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -21,6 +21,7 @@ from grpclib.server import Stream
 
 from agent.bus import Inbox, Latest
 from agent.core.allocation.list_size import MAX_LIST_BYTES
+from agent.counts import Count
 from agent.log import about
 from agent.model.facts import Fact, ListWritten, WatchersChanged
 from agent.model.health import Health
@@ -42,21 +43,6 @@ SERVICE: Final = "/v1beta1.DevicePlugin"
 log = logging.getLogger("agent.sinks.plugin.sink")
 
 
-class ServiceStatistics(msgspec.Struct, frozen=True):
-    """Counts since the service began."""
-
-    watchers: int
-    """ListAndWatch streams open now."""
-    is_up_to_date: bool
-    """Whether each of them was written the newest list."""
-    lists_sent: int
-    allocations: int
-    preferences: int
-    pre_starts: int
-    rejections: Mapping[str, int]
-    """Rejected calls by kind: unknown, unhealthy, unsatisfiable, missing, malformed, withdrawn."""
-
-
 class _List(msgspec.Struct, frozen=True):
     data: bytes
     devices: Sequence[Device]
@@ -65,6 +51,11 @@ class _List(msgspec.Struct, frozen=True):
 
 class PluginService:
     """The five methods, for one resource."""
+
+    lists_sent = Count("lists_sent_total", "lists", "ListAndWatch messages written to a stream.")
+    allocations = Count("allocations_total", "calls", "Allocate calls answered with devices.")
+    preferences = Count("preferred_allocations_total", "calls", "GetPreferredAllocation calls answered.")
+    pre_starts = Count("container_pre_starts_total", "calls", "PreStartContainer calls answered.")
 
     def __init__(
         self,
@@ -85,9 +76,8 @@ class PluginService:
         self._latest = latest
         self._clock = clock
         self._on_sent = on_sent
-        self._answers = Answers(resource=resource, latest=latest, cdi=cdi or NoCdiSpecs())
+        self.answers = Answers(resource=resource, latest=latest, cdi=cdi or NoCdiSpecs())
         self._watchers = self._watched = 0
-        self._lists_sent = self._allocations = self._preferences = self._pre_starts = 0
         self._asking = 0
         self._answered_ns: int | None = None
         # None ends the watchers.
@@ -141,7 +131,7 @@ class PluginService:
 
         The answer does not depend on the task that sends the lists to the watchers.
         """
-        resource = self._answers.advertised()
+        resource = self.answers.advertised()
         if resource is None or not self._written:
             return True
         newest: bytes | None = None
@@ -183,7 +173,7 @@ class PluginService:
 
     def _recovers_in_part(self) -> bool:
         """Return whether all that changed is that some of the unhealthy devices are healthy again."""
-        shown, resource = self._lists.value, self._answers.advertised()
+        shown, resource = self._lists.value, self.answers.advertised()
         if shown is None or resource is None or resource.devices is shown.devices:
             return False
         if len(resource.devices) != len(shown.devices):
@@ -203,7 +193,7 @@ class PluginService:
         """Publish the list if it is another one now; return whether it was."""
         shown = self._lists.value
         snapshot = self._latest.value
-        resource = self._answers.advertised()
+        resource = self.answers.advertised()
         if shown is None or resource is None or resource.devices is shown.devices:
             return False
         data = encode_list(resource.devices)
@@ -214,7 +204,7 @@ class PluginService:
 
     async def _options(self, stream: Stream[bytes, bytes]) -> None:
         await receive_request(stream)
-        await stream.send_message(self._answers.options())
+        await stream.send_message(self.answers.options())
 
     async def _list_and_watch(self, stream: Stream[bytes, bytes]) -> None:
         await receive_request(stream)
@@ -265,7 +255,7 @@ class PluginService:
         )
 
     def _emit_list_written(self, shown: _List, began_ns: int) -> None:
-        self._lists_sent += 1
+        self.lists_sent += 1
         healthy = frozenset(device.id for device in shown.devices if device.health is Health.HEALTHY)
         self._inbox.put(ListWritten(self.resource, self._generation, healthy))
         if self._on_sent is not None:
@@ -284,19 +274,19 @@ class PluginService:
 
     async def _allocate(self, stream: Stream[bytes, bytes]) -> None:
         with self._pod_call():
-            await self._answers.settle()
-            await stream.send_message(self._answers.allocated(await receive_request(stream)))
-        self._allocations += 1
+            await self.answers.settle()
+            await stream.send_message(self.answers.allocated(await receive_request(stream)))
+        self.allocations += 1
 
     async def _preferred(self, stream: Stream[bytes, bytes]) -> None:
         with self._pod_call():
-            await stream.send_message(self._answers.preferred(await receive_request(stream)))
-        self._preferences += 1
+            await stream.send_message(self.answers.preferred(await receive_request(stream)))
+        self.preferences += 1
 
     async def _pre_start(self, stream: Stream[bytes, bytes]) -> None:
         with self._pod_call():
-            await stream.send_message(self._answers.started(await receive_request(stream)))
-        self._pre_starts += 1
+            await stream.send_message(self.answers.started(await receive_request(stream)))
+        self.pre_starts += 1
 
     @contextmanager
     def _pod_call(self) -> Iterator[None]:
@@ -307,15 +297,3 @@ class PluginService:
         finally:
             self._asking -= 1
             self._answered_ns = self._clock()
-
-    def statistics(self) -> ServiceStatistics:
-        """Return the counts at this moment."""
-        return ServiceStatistics(
-            watchers=self._watchers,
-            is_up_to_date=self.is_up_to_date(),
-            lists_sent=self._lists_sent,
-            allocations=self._allocations,
-            preferences=self._preferences,
-            pre_starts=self._pre_starts,
-            rejections=dict(self._answers.rejections),
-        )

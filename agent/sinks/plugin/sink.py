@@ -52,9 +52,8 @@ from agent.proofs import Proofs
 from agent.sinks.plugin.answers import CdiSpecs
 from agent.sinks.plugin.endpoint import Endpoint
 from agent.sinks.plugin.grpc_bounds import Bounds
-from agent.sinks.plugin.grpc_server import ServerStatistics
 from agent.sinks.plugin.registration import REGISTER_TIMEOUT_S, answers, connect, register, wait_unserved
-from agent.sinks.plugin.service import PluginService, ServiceStatistics
+from agent.sinks.plugin.service import PluginService
 from agent.sinks.plugin.socket_file import NotRegisteredError, clear_leftovers, identity_of, socket_path
 from agent.threads import in_daemon_thread
 from agent.unix_channel import UnixChannel
@@ -70,13 +69,6 @@ MAX_OVERTAKEN_CALLS: Final = 8
 """Of one resource; each ends within REGISTER_TIMEOUT_S, and the oldest is cut off when there are more."""
 
 log = logging.getLogger(__name__)
-
-
-class ResourceStatistics(msgspec.Struct, frozen=True):
-    """Counts of what serves one resource now; they restart with each server."""
-
-    service: ServiceStatistics
-    server: ServerStatistics
 
 
 class _ResourceState(msgspec.Struct, eq=False):
@@ -431,12 +423,11 @@ class DevicePlugin:
         )
         return tuple(sent for sent in newest if sent is not None)
 
-    def statistics(self) -> Mapping[ResourceName, ResourceStatistics]:
-        """Return the counts of each resource that is served now."""
+    @property
+    def services(self) -> Mapping[ResourceName, PluginService]:
+        """What serves each resource now."""
         return {
-            state.resource: ResourceStatistics(
-                state.endpoint.service.statistics(), state.endpoint.server.statistics()
-            )
+            state.resource: state.endpoint.service
             for state in self._states.values()
             if state.endpoint is not None
         }

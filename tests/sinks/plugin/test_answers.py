@@ -165,7 +165,7 @@ async def test_a_name_that_no_spec_file_resolves_is_rejected_and_named(tmp_path:
         assert pod.phase == "Failed"
         assert f"no CDI spec file on this node resolves {CDI_1}, so the container could" in pod.message
         assert "delete the pod" in pod.message
-        assert node.sink.plugin.statistics()[GPU].service.rejections == {"missing": 1}
+        assert node.sink.plugin.services[GPU].answers.rejections == {"missing": 1}
         specs.resolved.add(CDI_1)
         assert (await node.container()).cdi_devices == (CDI_0, CDI_1)
 
@@ -247,10 +247,10 @@ async def test_a_container_does_not_start_on_a_device_that_broke_meanwhile(
     async with served(tmp_path, two_gpus(CRI, pre_start_check=is_checked), specs) as node:
         specs.sink = node.sink
         pod = await node.run_pod(1)
-        statistics = node.sink.plugin.statistics()[GPU].service
+        service = node.sink.plugin.services[GPU]
     assert pod.phase == ("Pending" if is_rejected else "Running")
-    assert statistics.pre_starts == (1 if is_checked and not is_rejected else 0)
-    assert statistics.rejections == ({"unhealthy": 1} if is_rejected else {})
+    assert service.pre_starts == (1 if is_checked and not is_rejected else 0)
+    assert service.answers.rejections == ({"unhealthy": 1} if is_rejected else {})
     if is_rejected:
         assert pod.reason == "CreateContainerConfigError"
         assert "(GPU 0) failed after it was allocated: xid: XID 79: GPU has fallen off the bus" in pod.message

@@ -74,9 +74,9 @@ def unary(channel: Any, method: str) -> Any:
 
 
 async def wait_until(server: BoundedServer, condition: Any) -> None:
-    """Return once the server's statistics meet a condition."""
+    """Return once what the server counts meets a condition."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition(server.statistics()):
+        while not condition(server):
             await asyncio.sleep(0.005)
 
 
@@ -183,7 +183,7 @@ async def test_frames_of_an_unknown_type_are_ignored(path: Path) -> None:
         await client.send(b"\x00\x00\x03\xfa\x00\x00\x00\x00\x00abc")
         stream_id = await open_stream(client, ECHO, framed(b"hello"))
         assert await client.wait_message(stream_id) == b"hello"
-        assert not server.statistics().cuts
+        assert not server.load.cuts
 
 
 async def test_an_unknown_method_is_unimplemented(path: Path) -> None:
@@ -228,7 +228,7 @@ async def test_a_request_without_method_or_path_is_reset_and_not_logged(
                 async for event in client.events():
                     if isinstance(event, h2.events.StreamReset):
                         break
-        assert server.statistics().malformed == 2
+        assert server.load.malformed == 2
         stream_id = await open_stream(client, ECHO, framed(b"still there"))
         assert await client.wait_message(stream_id) == b"still there"
     assert not caplog.records
@@ -244,7 +244,7 @@ async def test_a_request_without_a_path_that_is_cancelled_at_once_hurts_no_other
         await client.flush()
         stream_id = await open_stream(client, ECHO, framed(b"still there"))
         assert await client.wait_message(stream_id) == b"still there"
-        assert server.statistics().malformed == 1
+        assert server.load.malformed == 1
     assert not caplog.records
 
 
@@ -255,7 +255,7 @@ async def test_a_peer_of_another_user_is_rejected(path: Path) -> None:
     async with serve(path, EchoService().methods(), uids=frozenset({os.geteuid() + 1})) as server:
         client = await RawClient.connect(path)
         await wait_cut(client)
-        assert (server.statistics().rejected_peer, server.statistics().accepted) == (1, 0)
+        assert (server.load.rejected["peer"], server.load.accepted) == (1, 0)
         await client.close()
 
 
@@ -276,7 +276,7 @@ async def test_a_process_of_another_user_is_rejected_even_if_the_mode_of_the_fil
                 sys.executable, "-S", "-c", script, str(path), stderr=subprocess.DEVNULL
             )
             await process.wait()
-            assert server.statistics().rejected_peer == 1
+            assert server.load.rejected["peer"] == 1
     finally:
         path.unlink(missing_ok=True)
         directory.rmdir()
@@ -288,7 +288,7 @@ async def test_connections_over_the_bound_are_closed_and_room_is_given_again(pat
         await wait_until(server, lambda now: now.connections == SMALL.connections)
         outside = await RawClient.connect(path)
         await wait_cut(outside)
-        assert server.statistics().rejected_full == 1
+        assert server.load.rejected["full"] == 1
         await inside[0].close()
         await wait_until(server, lambda now: now.connections == SMALL.connections - 1)
         async with grpcio(path) as channel:
@@ -307,8 +307,8 @@ async def test_a_request_over_the_bound_ends_its_connection(path: Path) -> None:
             goodbye = await wait_cut(client)
             pouring.cancel()
         assert goodbye is None or goodbye.error_code == ErrorCodes.ENHANCE_YOUR_CALM
-        assert server.statistics().cuts == {"request_size": 1}
-        assert server.statistics().buffered_bytes == 0
+        assert server.load.cuts == {"request_size": 1}
+        assert server.load.buffered_bytes == 0
 
 
 async def _pour(client: RawClient, stream_id: int) -> None:
@@ -329,7 +329,7 @@ async def test_unfinished_requests_of_all_connections_together_are_bounded(path:
             for _ in range(6):
                 client.h2.send_data(1, b"x" * 8_192)
             await client.flush()
-        await wait_until(server, lambda now: now.cuts.get("requests_size") == 1)
+        await wait_until(server, lambda now: now.load.cuts.get("requests_size") == 1)
         await wait_until(server, lambda now: now.connections == 1)
         for client in clients:
             await client.close()
@@ -342,7 +342,7 @@ async def test_empty_frames_count_too(path: Path) -> None:
             client.h2.send_data(stream_id, b"", pad_length=0)
         await client.flush()
         await wait_cut(client)
-        assert server.statistics().cuts == {"request_size": 1}
+        assert server.load.cuts == {"request_size": 1}
 
 
 async def test_streams_over_the_bound_end_the_connection(path: Path) -> None:
@@ -353,8 +353,8 @@ async def test_streams_over_the_bound_end_the_connection(path: Path) -> None:
         for _ in range(SMALL.streams + 1):
             await open_stream(client, HOLD)
         await wait_cut(client)
-        assert server.statistics().cuts == {"protocol_error": 1}
-        await wait_until(server, lambda now: (now.connections, now.calls) == (0, 0))
+        assert server.load.cuts == {"protocol_error": 1}
+        await wait_until(server, lambda now: (now.connections, now.load.calls) == (0, 0))
 
 
 async def test_calls_over_the_bound_are_rejected_but_not_those_of_a_connection_within_its_share(
@@ -368,14 +368,14 @@ async def test_calls_over_the_bound_are_rejected_but_not_those_of_a_connection_w
     ):
         for _ in range(8):
             await open_stream(greedy, HOLD)
-        await wait_until(server, lambda now: now.calls_rejected == 2)
+        await wait_until(server, lambda now: now.load.calls_rejected == 2)
         async with asyncio.timeout(PATIENCE_S):
             async for event in greedy.events():
                 if isinstance(event, h2.events.StreamReset):
                     assert event.error_code == ErrorCodes.REFUSED_STREAM
                     break
         assert await unary(channel, ECHO)(b"mine", timeout=PATIENCE_S) == b"mine"
-        assert server.statistics().calls == 6
+        assert server.load.calls == 6
 
 
 async def test_a_call_cancelled_before_it_began_is_released(path: Path) -> None:
@@ -384,7 +384,7 @@ async def test_a_call_cancelled_before_it_began_is_released(path: Path) -> None:
         client.h2.send_headers(stream_id, lines(HOLD))
         client.h2.reset_stream(stream_id)
         await client.flush()
-        await wait_until(server, lambda now: (now.resets, now.calls) == (1, 0))
+        await wait_until(server, lambda now: (now.load.resets, now.load.calls) == (1, 0))
         [connection] = server._live
         assert not connection.processor.streams
         assert not connection.handler._tasks
@@ -405,7 +405,7 @@ async def test_an_ended_connection_leaves_nothing_for_the_garbage_collector(path
                 await open_stream(client, ECHO, b"\x00\x00\x00\xff\xff", end=False)
                 stream_id = await open_stream(client, ECHO)
                 await client.wait_message(stream_id)
-            await wait_until(server, lambda now: (now.connections, now.calls) == (0, 0))
+            await wait_until(server, lambda now: (now.connections, now.load.calls) == (0, 0))
             left = [each for each in gc.get_objects() if isinstance(each, kinds)]
             known = {id(each) for each in (*before, client.h2)}
             assert [each for each in left if id(each) not in known] == []
@@ -423,9 +423,9 @@ async def test_calls_taken_back_again_and_again_end_the_connection(path: Path) -
             client.h2.reset_stream(stream_id)
         await client.flush()
         await wait_cut(client)
-        assert server.statistics().cuts == {"resets": 1}
-        assert server.statistics().resets == 11
-        await wait_until(server, lambda now: now.calls == 0)
+        assert server.load.cuts == {"resets": 1}
+        assert server.load.resets == 11
+        await wait_until(server, lambda now: now.load.calls == 0)
 
 
 @pytest.mark.parametrize("repeated", [5, 200])
@@ -434,7 +434,7 @@ async def test_a_header_list_over_the_bound_ends_the_connection(path: Path, repe
         # The same long header again costs its sender a byte, and 4,000 to the server that decodes it.
         await client.request_with([*lines(ECHO), *[("x", "y" * 4_000)] * repeated], b"")
         await wait_cut(client)
-        assert server.statistics().cuts == {"protocol_error": 1}
+        assert server.load.cuts == {"protocol_error": 1}
 
 
 async def test_headers_that_never_end_end_the_connection(path: Path) -> None:
@@ -443,7 +443,7 @@ async def test_headers_that_never_end_end_the_connection(path: Path) -> None:
         for _ in range(10):
             await client.send(b"\x00\x40\x00\x09\x00\x00\x00\x00\x01" + b"\x82" * 16_384)
         await wait_cut(client)
-        assert server.statistics().cuts == {"incomplete": 1}
+        assert server.load.cuts == {"incomplete": 1}
 
 
 async def test_unknown_settings_are_not_remembered_without_end(path: Path) -> None:
@@ -454,7 +454,7 @@ async def test_unknown_settings_are_not_remembered_without_end(path: Path) -> No
             )
             await client.send(len(settings).to_bytes(3, "big") + b"\x04\x00\x00\x00\x00\x00" + settings)
         await wait_cut(client)
-        assert server.statistics().cuts == {"settings": 1}
+        assert server.load.cuts == {"settings": 1}
 
 
 async def test_pings_are_answered_however_many(path: Path) -> None:
@@ -468,7 +468,7 @@ async def test_pings_are_answered_however_many(path: Path) -> None:
                     8, "big"
                 ):
                     break
-        assert not server.statistics().cuts
+        assert not server.load.cuts
 
 
 async def test_a_peer_that_sends_more_than_anyone_needs_is_slowed_not_cut(path: Path) -> None:
@@ -477,7 +477,7 @@ async def test_a_peer_that_sends_more_than_anyone_needs_is_slowed_not_cut(path: 
         call = unary(channel, ECHO)
         for number in range(100):
             assert await call(str(number).encode(), timeout=PATIENCE_S) == str(number).encode()
-        assert not server.statistics().cuts
+        assert not server.load.cuts
 
 
 async def test_a_flood_from_one_peer_leaves_turns_to_the_others(path: Path) -> None:
@@ -488,7 +488,7 @@ async def test_a_flood_from_one_peer_leaves_turns_to_the_others(path: Path) -> N
     ):
         await flooder.send(b"\x00\x00\x08\x06\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00" * 10_000)
         assert await unary(channel, ECHO)(b"me too", timeout=PATIENCE_S) == b"me too"
-        assert server.statistics().connections == 2
+        assert server.connections == 2
 
 
 async def test_a_peer_that_sends_but_does_not_read_is_not_read_either(path: Path) -> None:
@@ -510,7 +510,7 @@ async def test_a_peer_that_sends_but_does_not_read_is_not_read_either(path: Path
         connection = next(iter(server._live))
         assert connection._transport.get_write_buffer_size() <= Bounds().unsent_bytes
         assert sent < 4 * 2**20
-        assert not server.statistics().cuts
+        assert not server.load.cuts
         peer.close()
         await wait_until(server, lambda now: now.connections == 0)
 
@@ -521,7 +521,7 @@ async def test_a_connection_without_a_request_is_closed(path: Path) -> None:
         goodbye = await wait_cut(client)
         assert goodbye is not None
         assert goodbye.error_code == ErrorCodes.NO_ERROR
-        assert server.statistics().cuts == {"idle": 1}
+        assert server.load.cuts == {"idle": 1}
 
 
 async def test_a_connection_without_a_call_is_closed_but_not_one_with_a_stream(path: Path) -> None:
@@ -623,7 +623,7 @@ async def test_a_drain_lets_a_running_call_end_and_then_closes_the_connection(pa
         async with asyncio.timeout(PATIENCE_S), meanwhile(server.drain(PATIENCE_S)):
             service.release.set()
             assert await call == b"allocate"
-        assert server.statistics().connections == 0
+        assert server.connections == 0
 
 
 async def test_a_call_that_had_arrived_when_the_drain_began_is_answered(path: Path) -> None:
@@ -648,10 +648,10 @@ async def test_answers_to_a_peer_that_has_just_gone_are_dropped_without_a_word(
         client.h2.initiate_connection()
         for _ in range(10):
             await open_stream(client, HOLD)
-        await wait_until(server, lambda now: now.calls == 10)
+        await wait_until(server, lambda now: now.load.calls == 10)
         client.writer.transport.abort()
         service.release.set()
-        await wait_until(server, lambda now: (now.connections, now.calls) == (0, 0))
+        await wait_until(server, lambda now: (now.connections, now.load.calls) == (0, 0))
     assert not caplog.records
 
 
@@ -665,7 +665,7 @@ async def test_a_drain_cancels_a_call_that_outlives_the_grace(
         async with asyncio.timeout(PATIENCE_S):
             await server.drain(0.01)
         assert service.ended.is_set()
-        assert server.statistics().calls == 0
+        assert server.load.calls == 0
         with pytest.raises(grpc.aio.AioRpcError):
             await call
     assert not caplog.records
@@ -696,7 +696,7 @@ async def test_a_drain_does_not_wait_for_a_client_that_stays_or_does_not_read(pa
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         async with asyncio.timeout(PATIENCE_S):
             await server.drain(0.05)
-        assert server.statistics().connections == 0
+        assert server.connections == 0
         assert service.ended.is_set()
 
 
@@ -724,7 +724,7 @@ async def test_no_call_is_left_when_its_peer_stopped_reading_took_it_back_and_di
         reset = client.h2.data_to_send()
         connection.get_buffer(-1)[: len(reset)] = reset
         connection.buffer_updated(len(reset))
-        assert server.statistics().resets == 1
+        assert server.load.resets == 1
         tasks = set(connection.handler._cancelled)
         assert len(tasks) == 1
         client.writer.transport.abort()

@@ -241,7 +241,7 @@ async def test_the_old_stream_ends_before_the_new_registration(tmp_path: Path) -
 
 
 def _watchers(served: Sink) -> int:
-    return served.plugin.statistics()[GPU].service.watchers
+    return served.plugin.services[GPU].watchers
 
 
 async def test_a_retry_keeps_a_server_without_watchers(tmp_path: Path) -> None:
@@ -358,11 +358,11 @@ async def test_a_list_that_is_not_sent_to_the_watcher_is_noticed_and_sent_by_a_n
 
     monkeypatch.setattr(PluginService, "follow", hang)
     async with watched(tmp_path) as (served, stream):
-        assert served.plugin.statistics()[GPU].service.is_up_to_date
+        assert served.plugin.services[GPU].is_up_to_date()
         # Nothing is overdue, so a registration would change nothing: the comparison of the lists hangs.
         assert not served.plugin.recovers_by_registration(GPU)
         served.latest.publish(node(unhealthy=[3]))
-        assert not served.plugin.statistics()[GPU].service.is_up_to_date
+        assert not served.plugin.services[GPU].is_up_to_date()
         assert served.plugin.recovers_by_registration(GPU)
         served.register(generation=2)
         # Not yet served.
@@ -371,7 +371,7 @@ async def test_a_list_that_is_not_sent_to_the_watcher_is_noticed_and_sent_by_a_n
         assert await read(stream) is grpc.aio.EOF
         async with plugin(served.socket) as stub:
             assert shown(await read(stub.ListAndWatch(pb.Empty()))) == expected(devices(8, unhealthy=[3]))
-            assert served.plugin.statistics()[GPU].service.is_up_to_date
+            assert served.plugin.services[GPU].is_up_to_date()
 
 
 async def test_an_up_to_date_list_is_proven_again_and_again(tmp_path: Path) -> None:
@@ -657,7 +657,7 @@ async def test_an_unhealthy_device_is_a_failed_precondition_with_reason_and_next
             await wait_answer(served, "Allocate", allocation([uuid(3)]))
         assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "XID 79: GPU has fallen off the bus" in str(raised.value.details())
-        assert served.plugin.statistics()[GPU].service.rejections == {"unhealthy": 1}
+        assert served.plugin.services[GPU].answers.rejections == {"unhealthy": 1}
 
 
 async def test_a_newly_unhealthy_device_is_rejected_before_the_kubelet_knows(
