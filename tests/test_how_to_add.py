@@ -1,4 +1,4 @@
-"""CONTRIBUTING says where a new fact, reason, reading, option or count goes: each is added to a copy."""
+"""CONTRIBUTING lists where a new fact, reason, reading, option or count goes: each is added to a copy."""
 
 import re
 import shutil
@@ -145,7 +145,7 @@ ADDITIONS = {
 
 
 def rows() -> dict[str, str]:
-    """Return what CONTRIBUTING says where to put each thing."""
+    """Return what CONTRIBUTING lists as the place of each thing."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = text.partition("## How to add")[2].partition("\n## ")[0]
     cells = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
