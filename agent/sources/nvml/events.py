@@ -276,14 +276,3 @@ def register(nvml: Nvml, handle: Handle, shared: SharedEventSet) -> str | None:
             return str(error)
         raise
     return None
-
-
-DRIVER_CODES: Final = frozenset(
-    {
-        NvmlCode.UNINITIALIZED,
-        NvmlCode.DRIVER_NOT_LOADED,
-        NvmlCode.LIB_RM_VERSION_MISMATCH,
-        NvmlCode.UNKNOWN,
-    }
-)
-"""If every GPU answers with one of these, the driver is gone, not the GPUs."""

@@ -1,8 +1,8 @@
-"""The state of one GPU's watcher, or of an index whose GPU was not identified yet."""
+"""What watches one GPU: its thread, its task, and what they wait for; probing decides."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -10,12 +10,11 @@ import msgspec
 from agent import guard
 from agent.errors import NvmlCode, NvmlError, SourceError
 from agent.model.ids import GpuUuid, SourceName
-from agent.model.sample import GpuSample
 from agent.model.structs import replace
-from agent.model.usage import GpuMemory
-from agent.sources.nvml.events import DRIVER_CODES, SharedEventSet
+from agent.sources.nvml.events import SharedEventSet
 from agent.sources.nvml.inventory import DiscoveredGpu, ProbeResult
 from agent.sources.nvml.library import Nvml
+from agent.sources.nvml.probing import Probing
 from agent.sources.nvml.sampling import Sampler
 from agent.sources.nvml.threads import WorkerThread
 
@@ -32,31 +31,10 @@ class GpuWatcher(msgspec.Struct, eq=False):
     nvml: Nvml
     sampler: Sampler
     index: int
+    probing: Probing = Probing()
     discovered: DiscoveredGpu | None = None
-    failure: NvmlError | None = None
-    sample: GpuSample | None = None
-    """The readings of the newest probe."""
-    memory: GpuMemory | None = None
-    """The processes that used its memory then."""
     gone: bool = False
     registered: SharedEventSet | None = None
-    requested: int = 1
-    """Number of the newest probe that was requested."""
-    begun: int = 0
-    """Number of the newest one that was started."""
-    finished: int = 0
-    """Number of the newest one that was finished."""
-    late: bool = False
-    """Whether a call of the newest probe was overdue."""
-    blamed: bool = False
-    """Whether the failure was attributed to the GPU, though it might have been the driver's."""
-    unpublished: bool = False
-    """Whether the outcome of the newest probe is still to be emitted."""
-    began_ns: int = 0
-    due_ns: int = 0
-    wanted_soon: bool = False
-    urgent: bool = False
-    """Whether the next probe is to include the slow readings."""
     topology_key: Hashable = None
     """What the newest topology sample depended on; when that changes, the GPU is sampled again."""
     topology_due_ns: int | None = None
@@ -74,23 +52,16 @@ class GpuWatcher(msgspec.Struct, eq=False):
     @property
     def answers(self) -> bool:
         """Whether the newest probe found the GPU at its address."""
-        return (
-            self.discovered is not None and self.failure is None and not self.gone and not self.worker.overdue
-        )
+        is_found = self.discovered is not None and self.probing.failure is None
+        return is_found and not self.gone and not self.worker.overdue
 
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the newest probe failed as all do when the driver is gone, and that is new."""
-        return self.failure is not None and self.failure.code in DRIVER_CODES and not self.blamed
-
-    def with_readings(self, result: ProbeResult) -> ProbeResult:
+    def with_readings(self, result: ProbeResult, *, reads_slow: bool) -> ProbeResult:
         """Return a probe's result with the GPU's readings. Blocks, on the GPU's own thread."""
         seen = result.discovered
         if result.failure is not None:
             return self._with_recovery_action(result, result.failure)
-        urgent, self.urgent = self.urgent, False
         sampled = self.sampler.sample(
-            seen.handle, celsius=seen.celsius, total_bytes=seen.gpu.memory_bytes, urgent=urgent
+            seen.handle, celsius=seen.celsius, total_bytes=seen.gpu.memory_bytes, urgent=reads_slow
         )
         return ProbeResult(seen, sampled.failure, sampled.sample, sampled.memory)
 
@@ -104,13 +75,13 @@ class GpuWatcher(msgspec.Struct, eq=False):
 
     def request(self) -> int:
         """Request a probe now; returns its number."""
-        self.requested += 1
+        self.probing = self.probing.request()
         self.wake.set()
-        return self.requested
+        return self.probing.requested
 
     async def wait_finished(self, number: int) -> None:
         """Return when the probe of this number is finished, or the GPU does not answer in time."""
-        while self.finished < number and not self.worker.overdue:
+        while self.probing.finished < number and not self.worker.overdue:
             await self.probed.wait()
 
     def notify(self) -> None:
@@ -178,14 +149,6 @@ class DriverGoneError(SourceError):
     def __init__(self, error: NvmlError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def driver_failure(watchers: Sequence[GpuWatcher]) -> NvmlError | None:
-    """Return why the driver is gone: no GPU gives an answer about the GPU itself; None: it is not."""
-    failures = [watcher.failure for watcher in watchers if watcher.failure is not None]
-    if not failures or len(failures) < len(watchers):
-        return None
-    return failures[0] if all(failure.code in DRIVER_CODES for failure in failures) else None
 
 
 async def wait_finished(numbers: Mapping[GpuWatcher, int], timeout_ns: int) -> None:

@@ -16,9 +16,9 @@ from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
 from agent.model.topology import TopologySample
-from agent.sources.nvml.events import DRIVER_CODES
 from agent.sources.nvml.gpu_watcher import GpuWatcher
 from agent.sources.nvml.library import Versions
+from agent.sources.nvml.probing import Verdict
 from agent.sources.nvml.settings import NvmlSettings
 from agent.sources.nvml.threads import Call
 
@@ -71,26 +71,18 @@ class EventPublisher:
     def emit_outcome(self, watcher: GpuWatcher) -> None:
         """Emit the outcome of the newest probe of a GPU, if that is still to be done."""
         uuid = watcher.uuid
-        if (
-            uuid is None
-            or self.is_over
-            or watcher.gone
-            or not watcher.unpublished
-            or not self.is_listed(uuid)
-        ):
+        if uuid is None or self.is_over or watcher.gone or not self.is_listed(uuid):
             return
-        watcher.unpublished = False
-        if watcher.late and watcher.failure is None:
-            # It answered after all, but too late to count; probe again at once.
-            watcher.request()
+        watcher.probing, verdict = watcher.probing.reported()
+        if verdict is not Verdict.REPORT:
             return
-        watcher.blamed = watcher.failure is not None and watcher.failure.code in DRIVER_CODES
-        if watcher.sample is not None:
-            self.emit(facts.GpuSampled(gpu=uuid, sample=watcher.sample))
-        if watcher.memory is not None:
-            self.emit(facts.GpuMemorySeen(gpu=uuid, memory=watcher.memory))
-        if watcher.failure is not None:
-            self.emit(_failed(uuid, watcher.failure))
+        probing = watcher.probing
+        if probing.sample is not None:
+            self.emit(facts.GpuSampled(gpu=uuid, sample=probing.sample))
+        if probing.memory is not None:
+            self.emit(facts.GpuMemorySeen(gpu=uuid, memory=probing.memory))
+        if probing.failure is not None:
+            self.emit(_failed(uuid, probing.failure))
         else:
             self.emit(facts.GpuProbePassed(gpu=uuid))
 

@@ -24,6 +24,7 @@ from agent.model import facts
 from agent.model.components import GPU_PROBER, NVML_EVENTS, NVML_NODE
 from agent.model.ids import ComponentId, GpuUuid
 from agent.model.policy import SECOND_NS
+from agent.model.structs import replace
 from agent.proofs import Proofs
 from agent.sources.nvml.device_call import call_device
 from agent.sources.nvml.device_instance import with_instance
@@ -32,25 +33,19 @@ from agent.sources.nvml.gpu_watcher import (
     DriverGoneError,
     GpuWatcher,
     Restartable,
-    driver_failure,
     wait_finished,
 )
 from agent.sources.nvml.hotplug import BindEvents
 from agent.sources.nvml.inventory import GpuGoneError, ProbeResult, control_nodes, discover_gpu, probe_gpu
 from agent.sources.nvml.library import EVENT_WAIT, Nvml, Versions
 from agent.sources.nvml.mig_minors import with_minors
+from agent.sources.nvml.probing import MIN_GAP_NS, Doubts, driver_failure
 from agent.sources.nvml.publisher import EventPublisher
 from agent.sources.nvml.sampling import Sampler
 from agent.sources.nvml.settings import NvmlSettings
 from agent.sources.nvml.threads import Call, ThreadGroup, WorkerThread
 from agent.sources.nvml.topology_samples import TopologySampler
 from agent.waiting import wait_set
-
-MIN_GAP_NS: Final = SECOND_NS
-"""Between two probes of a GPU that XIDs request."""
-
-XID_PROBE_DELAY_NS: Final = 10_000_000
-"""From an XID to the probe of its GPU."""
 
 _log = logging.getLogger(__name__)
 
@@ -86,9 +81,7 @@ class Session:
         self._reconciling = False
         self._list_changed = False
         """Whether a probe found that the list of GPUs changed; it is emitted once it is complete again."""
-        self._doubted: set[GpuWatcher] = set()
-        self._doubt_ns = 0
-        """Since when some GPU fails as it would if the driver were gone."""
+        self._doubts = Doubts()
         self._control_nodes: tuple[str, ...] = ()
         self._publisher = EventPublisher(context.inbox, context.settings, versions)
         self._topology_sampler = TopologySampler(
@@ -146,7 +139,7 @@ class Session:
     def request(self) -> None:
         """Count the GPUs and probe each of them now, with every reading."""
         for watcher in self._watchers:
-            watcher.urgent = True
+            watcher.probing = replace(watcher.probing, is_urgent=True)
         self._request_reconcile()
 
     def request_gpu(self, uuid: GpuUuid) -> None:
@@ -169,10 +162,7 @@ class Session:
         """Probe one GPU with every reading, at most once in MIN_GAP_NS: an XID was reported."""
         for watcher in self._watchers:
             if watcher.uuid == uuid:
-                watcher.wanted_soon = watcher.urgent = True
-                # Not at once: the kubelet must learn of the XID before anything else is done about it.
-                soon_ns = max(watcher.began_ns + MIN_GAP_NS, self._clock() + XID_PROBE_DELAY_NS)
-                watcher.due_ns = min(watcher.due_ns, soon_ns)
+                watcher.probing = watcher.probing.request_soon(self._clock())
                 watcher.wake.set()
 
     # The node: which GPUs there are
@@ -250,7 +240,7 @@ class Session:
                 )
                 break
         await wait_finished(
-            {watcher: watcher.requested for watcher in added}, self._settings.first_probe_wait_ns
+            {watcher: watcher.probing.requested for watcher in added}, self._settings.first_probe_wait_ns
         )
 
     async def _start_watcher(self, index: int, group: asyncio.TaskGroup) -> GpuWatcher:
@@ -298,39 +288,37 @@ class Session:
     async def _watch_gpu(self, watcher: GpuWatcher) -> None:
         stagger_ns = min(self._settings.poll_ns // 4, SECOND_NS // 4) * (watcher.index % 8) // 8
         while True:
-            if watcher.finished < watcher.requested or self._clock() >= watcher.due_ns:
-                await self._probe(watcher)
-                pause_ns = MIN_GAP_NS if watcher.wanted_soon else self._settings.poll_ns + stagger_ns
-                watcher.due_ns = watcher.began_ns + pause_ns
+            if watcher.probing.is_due(self._clock()):
+                await self._probe(watcher, self._settings.poll_ns + stagger_ns)
                 stagger_ns = 0
             # Emitted last: a GPU whose events cannot be registered has not passed.
             await self._register(watcher)
             await self._confirm_failure(watcher)
             self._publisher.emit_outcome(watcher)
             await self._topology_sampler.sample_if_due(watcher)
-            if watcher.finished >= watcher.requested:
+            if not watcher.probing.is_requested:
                 await wait_set(watcher.wake, max(0, self._topology_sampler.next_ns(watcher) - self._clock()))
                 watcher.wake.clear()
 
-    async def _probe(self, watcher: GpuWatcher) -> None:
-        watcher.began_ns = self._clock()
-        watcher.wanted_soon = False
-        watcher.sample = watcher.memory = None
-        number = watcher.begun = watcher.requested
+    async def _probe(self, watcher: GpuWatcher, period_ns: int) -> None:
+        probing = watcher.probing = watcher.probing.begin(self._clock())
+        work = partial(
+            self._probe_once,
+            watcher,
+            calls_device=self._context.calls_devices(),
+            reads_slow=probing.reads_slow,
+        )
         try:
-            calls_device = self._context.calls_devices()
-            result = await watcher.worker.call(partial(self._probe_once, watcher, calls_device=calls_device))
+            result = await watcher.worker.call(work)
         except GpuGoneError:
             self._handle_gpu_gone(watcher)
         except NvmlError as error:
-            watcher.failure = error
+            watcher.probing = watcher.probing.with_result(error)
         else:
             self._apply_probe(watcher, result)
-        if watcher.failure is not None:
+        if watcher.probing.failure is not None:
             watcher.registered = None
-        watcher.late = watcher.worker.late
-        watcher.unpublished = True
-        watcher.finished = number
+        watcher.probing = watcher.probing.finish(late=watcher.worker.late, period_ns=period_ns)
         watcher.notify()
         self._raise_if_driver_gone()
         self._emit_gpus()
@@ -343,12 +331,12 @@ class Session:
         self._list_changed = True
         self._node_due.set()
 
-    def _probe_once(self, watcher: GpuWatcher, *, calls_device: bool) -> ProbeResult:
+    def _probe_once(self, watcher: GpuWatcher, *, calls_device: bool, reads_slow: bool) -> ProbeResult:
         if watcher.discovered is None:
             result = discover_gpu(watcher.nvml, watcher.index, self._context.sys_root)
         else:
             result = probe_gpu(watcher.nvml, watcher.discovered)
-        result = watcher.with_readings(with_minors(result, self._context.proc_root))
+        result = watcher.with_readings(with_minors(result, self._context.proc_root), reads_slow=reads_slow)
         result = with_instance(result, watcher.nvml, self._context.dev_root)
         if calls_device and result.failure is None and result.discovered.gpu.minor is not None:
             call_device(watcher.nvml, self._context.dev_root, result.discovered.gpu.minor)
@@ -365,8 +353,8 @@ class Session:
                 self._publisher.warn_numa_node(seen.gpu, seen.numa_problem)
         elif seen.gpu.index != watcher.index:
             self._request_reconcile()
-        watcher.discovered, watcher.failure, watcher.index = seen, result.failure, seen.gpu.index
-        watcher.sample, watcher.memory = result.sample, result.memory
+        watcher.discovered, watcher.index = seen, seen.gpu.index
+        watcher.probing = watcher.probing.with_result(result.failure, result.sample, result.memory)
         address = watcher.nvml.address_of(seen.handle)
         if address is not None and self.listener.devices.get(address) != seen.gpu.uuid:
             self.listener.devices = {**self._addresses(), address: seen.gpu.uuid}
@@ -389,8 +377,7 @@ class Session:
         except RetiredError:
             return
         except NvmlError as error:
-            watcher.failure = error
-            watcher.unpublished = True
+            watcher.probing = watcher.probing.with_failure(error)
             return
         watcher.registered = events
         if problem is None:
@@ -400,21 +387,18 @@ class Session:
 
     async def _confirm_failure(self, watcher: GpuWatcher) -> None:
         """Probe the other GPUs before a failure that may be the driver's is attributed to this one."""
-        if not watcher.is_doubtful:
+        if not watcher.probing.is_doubtful:
             return
-        if not self._doubted:
-            # Not when the probe started: since then another one may have passed before the driver went.
-            self._doubt_ns = self._clock()
-        self._doubted.add(watcher)
+        self._doubts = self._doubts.raised(watcher, self._clock())
         try:
+            probings = {each: each.probing for each in self._watchers if not each.gone}
             numbers = {
-                other: other.request() if other.began_ns < self._doubt_ns else other.begun
-                for other in self._watchers
-                if other not in self._doubted and not other.gone
+                other: other.request() if is_asked else other.probing.begun
+                for other, is_asked in self._doubts.witnesses(probings).items()
             }
             await wait_finished(numbers, self._settings.call_deadline_ns)
         finally:
-            self._doubted.discard(watcher)
+            self._doubts = self._doubts.settled(watcher)
         self._raise_if_driver_gone()
 
     def _wake_all(self) -> None:
@@ -453,7 +437,7 @@ class Session:
         """
         if self._reconciling or self._context.threads.stuck:
             return
-        error = driver_failure(self._watchers)
+        error = driver_failure(watcher.probing for watcher in self._watchers)
         if error is not None:
             self._publisher.is_over = True
             raise DriverGoneError(error)

@@ -46,8 +46,8 @@ class TopologySampler:
     def next_ns(self, watcher: GpuWatcher) -> int:
         """Return when a watcher has something to do next: a probe, or before that a topology sample."""
         if watcher.topology_due_ns is None or watcher.topology_key == self._dependencies(watcher):
-            return watcher.due_ns
-        return min(watcher.due_ns, watcher.topology_due_ns)
+            return watcher.probing.due_ns
+        return min(watcher.probing.due_ns, watcher.topology_due_ns)
 
     async def sample_if_due(self, watcher: GpuWatcher) -> None:
         """Sample the topology of a GPU and emit it, if that is due."""
@@ -78,12 +78,12 @@ class TopologySampler:
 
     def _dependencies(self, watcher: GpuWatcher) -> Hashable:
         """Return what a sample depends on: which GPUs there are, and which links of this one are down."""
-        if watcher.failure is not None:
-            return _LOST if watcher.failure.code in FINDINGS else watcher.topology_key
+        if watcher.probing.failure is not None:
+            return _LOST if watcher.probing.failure.code in FINDINGS else watcher.topology_key
         listed = frozenset(
             other.discovered.gpu.pci for other in self._watchers if other.discovered is not None
         )
-        return listed, watcher.sample.links_down if watcher.sample is not None else ()
+        return listed, watcher.probing.sample.links_down if watcher.probing.sample is not None else ()
 
     def _others(self, watcher: GpuWatcher) -> Mapping[str, Handle]:
         return {
