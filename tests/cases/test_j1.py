@@ -47,7 +47,7 @@ def findings(body: Mapping[str, Any]) -> list[tuple[str, list[str], int | None]]
 
 
 def holders(body: Mapping[str, Any], gpu: int) -> list[tuple[int, str | None]]:
-    """Return who holds a GPU: each process and its pod, which is known a moment later."""
+    """Return the holders of a GPU: each process and its pod, which is known a moment later."""
     return [(each["pid"], each["pod"]) for each in body["owners"][gpu]["holders"] or ()]
 
 

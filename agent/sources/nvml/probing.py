@@ -94,7 +94,7 @@ class Probing(msgspec.Struct, frozen=True):
 
     @property
     def is_requested(self) -> bool:
-        """Whether somebody waits for a probe that has not finished."""
+        """Whether a caller waits for a probe that has not finished."""
         return self.finished < self.requested
 
     def begin(self, now_ns: int) -> "Probing":
