@@ -246,7 +246,8 @@ class Assembly:
         """Make the source that observes in the kernel which process uses which GPU."""
         from agent.probe.kernel import Roots, filesystem_of_doubles
         from agent.probe.request import Doubles, Request
-        from agent.sources.ebpf.source import EbpfSettings, EbpfSource
+        from agent.sources.ebpf.rounds import EbpfSettings
+        from agent.sources.ebpf.source import EbpfSource
         from agent.sources.processes import hierarchy
 
         settings = self.settings

@@ -22,7 +22,7 @@ from agent.model.facts import GpuUseSeen
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.usage import Usage
 from agent.sources.ebpf import unsent
-from agent.sources.ebpf.source import EbpfSettings
+from agent.sources.ebpf.rounds import EbpfSettings
 from agent.threads import in_daemon_thread
 from tests.faults.probed import stand_in, watched
 from tests.probe import watcher

@@ -29,7 +29,8 @@ from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
 from agent.simulation.gpu_processes.process import SimulatedProcess
 from agent.sources.ebpf import reading as ebpf_reading
 from agent.sources.ebpf import source as ebpf
-from agent.sources.ebpf.source import EbpfSettings, EbpfSource
+from agent.sources.ebpf.rounds import EbpfSettings
+from agent.sources.ebpf.source import EbpfSource
 from agent.threads import in_daemon_thread
 from tests.probe.caller import Caller, ran
 from tests.probe.watcher import snapshot_of_gpus
@@ -259,7 +260,7 @@ async def test_a_file_that_was_long_in_a_message_is_unchanged_when_it_is_receive
         await followed.usage(lambda usage: usage.complete and contexts(usage, caller.pid) == 0)
         await in_daemon_thread("test-caller", caller.resume)
         # Receiving a message sends no event; the next scan finds it.
-        followed.source._wants_scan = True
+        followed.source.request_scan()
         await followed.usage(lambda usage: contexts(usage, caller.pid) == 1)
         await in_daemon_thread("test-caller", caller.end)
 
@@ -326,7 +327,7 @@ async def test_exited_processes_take_no_room_of_living_ones(
         for first in range(NO_PIDS, NO_PIDS + 4 * ROOM, ROOM // 4):
             ended = range(first, first + ROOM // 4)
             await in_daemon_thread("test-caller", partial(put_ended, followed, ended))
-            followed.source._wants_scan = True
+            followed.source.request_scan()
             async with asyncio.timeout(PATIENCE_S):
                 while await rows_of(followed, ended):
                     await asyncio.sleep(0.02)
@@ -351,16 +352,15 @@ def contexts(usage: Usage, pid: int) -> int:
 
 
 async def test_the_files_kept_from_scan_to_scan_are_bounded(
-    core: dict[str, Any], double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+    core: dict[str, Any], double: DriverDouble
 ) -> None:
-    monkeypatch.setattr(ebpf, "MAX_HELD", 3)
     code = "kept = [os.open(sys.argv[1], os.O_RDWR) for _ in range(5)]\nwait()\n"
-    async with following(double, core) as followed:
-        scanned_ns = followed.source._scanned_ns
+    async with following(double, core, replace(QUIET, max_held=3)) as followed:
+        scanned_ns = followed.source.rounds.scanned_ns
         caller = await in_daemon_thread("test-caller", lambda: Caller(code, double.node("nvidia0")))
         await in_daemon_thread("test-caller", caller.run)
         # Opening a file is no reason to scan, and the next scan is an hour away.
-        await until(lambda: followed.source._scanned_ns > scanned_ns)
+        await until(lambda: followed.source.rounds.scanned_ns > scanned_ns)
         await in_daemon_thread("test-caller", caller.end)
 
 

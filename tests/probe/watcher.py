@@ -25,7 +25,8 @@ from agent.probe.probe import Probe
 from agent.probe.request import Request
 from agent.simulation.driver_double.double import Books
 from agent.simulation.driver_double.nodes import Gpu
-from agent.sources.ebpf.source import EbpfSettings, EbpfSource, Tier
+from agent.sources.ebpf.rounds import EbpfSettings
+from agent.sources.ebpf.source import EbpfSource, Tier
 from agent.threads import in_daemon_thread
 from tests.core.build import gpu as built_gpu
 from tests.sources.recorder import PATIENCE_S, Recorder

@@ -28,8 +28,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-import msgspec
-
 from agent.bus import Inbox, Latest
 from agent.core.usage.gpu_map import GpuMap
 from agent.core.usage.pods import MACHINE, Hierarchy
@@ -41,7 +39,7 @@ from agent.errors import ProbeLoadError
 from agent.log import about
 from agent.model.facts import DeviceCallsSeen, Fact, GpuUseSeen, ProbeSeen
 from agent.model.ids import GpuUuid
-from agent.model.policy import MILLISECOND_NS, SECOND_NS
+from agent.model.policy import SECOND_NS
 from agent.model.rm import LAST, RmEvent, RmEventKind
 from agent.model.snapshot import Snapshot
 from agent.model.structs import replace
@@ -55,7 +53,6 @@ from agent.probe.request import Request
 from agent.sources.ebpf.process_exits import ProcessExits
 from agent.sources.ebpf.reading import (
     MAX_ENDED,
-    Reading,
     StaleRows,
     evaluate_calls,
     forget,
@@ -63,6 +60,7 @@ from agent.sources.ebpf.reading import (
     read,
     view_of,
 )
+from agent.sources.ebpf.rounds import EbpfSettings, Losses, Rounds
 from agent.sources.ebpf.scheduler import StepScheduler
 from agent.sources.ebpf.unseen import Unseen, has_exited
 from agent.sources.ebpf.unsent import PostponedScans, Unsent
@@ -73,42 +71,15 @@ Tier = Literal["auto", "driver", "syscalls", "procfs"]
 
 MAX_READINGS: Final = 4_096
 """Processes that are read in one round; the others in the next."""
-LOSS_LOGGED_NS: Final = 30 * SECOND_NS
-"""Losses are logged at most once in this time; the usage snapshot has all of them."""
 READINGS_AT_ONCE: Final = 256
 """Readings that are applied without a pause: about 2 ms."""
 REFRESHED_AT_ONCE: Final = 64
 """Processes whose records are refreshed without a pause: about 2 ms."""
 MAX_REFRESHES: Final = 1_024
-MAX_HELD: Final = 65_536
-"""Open files that are kept from scan to scan; with more a scan is requested at once."""
 MAX_BATCHES: Final = 64
 """Batches of events that are read at the end of a scan: twice what the ring holds."""
-PAUSE_RATIO: Final = 10
-"""The time from one round to the next is at least so many times the duration of the round, up to a poll."""
 
 _log = logging.getLogger(__name__)
-
-
-class EbpfSettings(msgspec.Struct, frozen=True):
-    """Times of the source, in nanoseconds."""
-
-    poll_ns: int = SECOND_NS
-    """Between two polls of what sends no event: losses, a driver that was reloaded."""
-    gap_ns: int = 100 * MILLISECOND_NS
-    """Between two rounds."""
-    scan_ns: int = 30 * SECOND_NS
-    rescan_ns: int = SECOND_NS
-    """Between two scans that the same pod triggers, after the first few."""
-    procfs_scan_ns: int = 10 * SECOND_NS
-    """Between two scans without the probe, which cost more and are the only source then."""
-    publish_ns: int = 10 * SECOND_NS
-    confirm_ns: int = 50 * MILLISECOND_NS
-    """Until a second scan for a file without a holder: it may be on its way to another process."""
-    reload_ns: int = 60 * SECOND_NS
-    """Until another try, where the probe could not be loaded for another driver."""
-    stale_call_ns: int = 60 * SECOND_NS
-    """Whether a device answers that the agent has not called for so long is unknown."""
 
 
 class _Found(NamedTuple):
@@ -163,27 +134,19 @@ class EbpfSource:
         self._probe: Probe | None = None
         self._view: ProbeView | None = None
         self._wake = asyncio.Event()
-        self._wants_scan = True
-        self._scan_due_ns: int | None = None
-        """When a scan is due that a frequent trigger requested."""
-        self._scanned_ns = self._reread_ns = 0
+        self.rounds = Rounds()
+        """What is to be done, and when it was done."""
         self._held: set[int] = set()
         """The open files that the last scan found, and those of events since."""
         self._waited_ns = 0
         """For how long the present round has only waited."""
-        self._lost = self._unkept = self._rejected = 0
         self._unsent, self._postponed = Unsent(self._settings.rescan_ns, 0), PostponedScans()
         self._sends_releases = False
-        self._reload_due_ns: int | None = None
-        """When a failed load for another driver is retried."""
-        self._loss_logged_ns: int | None = None
         self._was_followed = False
         """The probe was followed before, so it is not new in the kernel."""
         self._majors = Majors()
         self._map = GpuMap({})
         self._published: Usage | None = None
-        self._is_stale = True
-        """Something happened since the last snapshot was made."""
         self._unseen = Unseen()
         self._exiting: dict[ProcessKey, ProcessStatus | NoReading | None] = {}
         """The processes that began to exit, with their last readings."""
@@ -224,6 +187,10 @@ class EbpfSource:
             if self._probe is not None:
                 self._probe.ring.unsubscribe()
 
+    def request_scan(self) -> None:
+        """Scan in the next round, which begins soon."""
+        self._happened(scan=True)
+
     def close(self) -> None:
         """Remove the probe from the kernel, when the thread is done with it."""
         probe, self._probe = self._probe, None
@@ -263,7 +230,8 @@ class EbpfSource:
         try:
             probe = await load(dataclasses.replace(self._request, tier="auto"), instead_of=old)
         except ProbeLoadError as error:
-            self._reload_due_ns = self._clock() + self._settings.reload_ns
+            due_ns = self._clock() + self._settings.reload_ns
+            self.rounds = replace(self.rounds, reload_due_ns=due_ns)
             _log.warning(
                 "The probe stays at tier %(tier)s although the driver needs another: %(reason)s; "
                 "retrying in %(retry_s)d s",
@@ -305,14 +273,11 @@ class EbpfSource:
         )
         self._was_followed = True
         self._scheduler = StepScheduler()
-        self._wants_scan = self._is_stale = True
-        self._scan_due_ns = None
+        self.rounds = self.rounds.begin(0 if probe is None else probe.read_statistics().lost)
         self._published, self._exiting, self._unseen = None, {}, Unseen()
         self._held, self._ended_since = set(), set()
         if probe is not None:
-            statistics = probe.read_statistics()
-            self._lost, self._unsent = statistics.lost, Unsent(self._settings.rescan_ns, statistics.unsent)
-            self._unkept = self._rejected = 0
+            self._unsent = Unsent(self._settings.rescan_ns, probe.read_statistics().unsent)
             self._tracker.handle_lost_events(0)
             probe.ring.subscribe(asyncio.get_running_loop(), self._handle_events)
 
@@ -321,13 +286,10 @@ class EbpfSource:
 
     def _apply_events(self, events: list[RmEvent]) -> None:
         due_ns = self._tracker.handle_events(events)
-        if due_ns is not None:
-            self._scan_due_ns = min(due_ns, self._scan_due_ns or due_ns)
         self._held.update(event.file for event in events if event.file)
         self._held.difference_update(event.file for event in events if _is_end(event))
         # A scan rebuilds it.
-        self._wants_scan |= len(self._held) > MAX_HELD
-        self._happened()
+        self._happened(scan=len(self._held) > self._settings.max_held, scan_by_ns=due_ns)
 
     def _handle_exit(self, key: ProcessKey) -> None:
         self._scheduler.submit(lambda: self._apply_exit(key), 1)
@@ -336,11 +298,10 @@ class EbpfSource:
         self._tracker.handle_process_gone(key, self._clock())
         if len(self._ended_since) < MAX_ENDED:
             self._ended_since.add(key)
-        self._wants_scan = True
-        self._happened()
+        self._happened(scan=True)
 
-    def _happened(self) -> None:
-        self._is_stale = True
+    def _happened(self, *, scan: bool = False, scan_by_ns: int | None = None) -> None:
+        self.rounds = self.rounds.happened(scan=scan, scan_by_ns=scan_by_ns)
         self._wake.set()
 
     # Rounds
@@ -354,16 +315,12 @@ class EbpfSource:
             await self._follow_kernel(self._probe)
         self._follow_gpus()
         period_ns = self._settings.procfs_scan_ns if self._probe is None else self._settings.scan_ns
-        now_ns = self._clock()
-        is_due = self._scan_due_ns is not None and self._scan_due_ns <= now_ns
-        if self._wants_scan or is_due or now_ns - self._scanned_ns >= period_ns:
+        if self.rounds.needs_scan(self._clock(), period_ns):
             await self._scan()
-        if self._clock() - self._reread_ns >= period_ns:
-            self._reread_ns = self._clock()
+        if self.rounds.needs_readings(self._clock(), period_ns):
+            self.rounds = self.rounds.reread(self._clock())
             self._tracker.mark_statuses_stale()
-            self._is_stale = True
-        # Events from here on are for the next round.
-        is_stale, self._is_stale = self._is_stale, False
+        is_stale, self.rounds = self.rounds.is_stale, self.rounds.snapshot()
         unlooked = self._tracker.without_status if is_stale else ()
         if is_stale:
             self._follow_exiting()
@@ -382,11 +339,11 @@ class EbpfSource:
         if found != self._map:
             self._map = found
             self._tracker.set_gpus(found)
-            self._is_stale = True
+            self.rounds = self.rounds.happened()
 
     async def _follow_kernel(self, probe: Probe) -> None:
-        if self._reload_due_ns is not None and self._clock() >= self._reload_due_ns:
-            self._reload_due_ns = None
+        if self.rounds.retries_load(self._clock()):
+            self.rounds = replace(self.rounds, reload_due_ns=None)
             probe.consider_again()
         reading = await self._thread.do(lambda: read(probe))
         self._majors = reading.majors
@@ -403,39 +360,41 @@ class EbpfSource:
             # Files of the reloaded driver may have been opened and closed before.
             self._tracker.handle_lost_events(0)
         self._emit_device_calls(probe, reading.readiness)
-        if reading.lost > self._lost:
-            self._tracker.handle_lost_events(reading.lost - self._lost)
-            self._lost = reading.lost
-            self._log_loss()
+        self.rounds, losses = self.rounds.follow(
+            lost=reading.lost, unkept=reading.unkept, rejected=reading.rejected, now_ns=self._clock()
+        )
+        if losses.lost:
+            self._tracker.handle_lost_events(losses.lost)
+        if losses.is_logged:
+            _log.warning(
+                "Events of the probe were lost, %(total)s so far; rebuilding the usage",
+                about(total=reading.lost),
+            )
         await self._follow_unsent(probe, reading.unsent)
         if self._tracker.needs_rebuild:
             await self._rebuild(probe)
-        await self._follow_room(probe, reading)
+        await self._follow_room(probe, losses)
 
     async def _follow_unsent(self, probe: Probe, unsent: int) -> None:
         """Name the processes with unsent events, and read the table where these have stopped."""
         if self._unsent.has_more(unsent):
             rows = await self._thread.do(probe.read_processes)
             self._tracker.set_unsent_events(self._unsent.of_processes(rows, self._clock()))
-            self._is_stale = True
+            self.rounds = self.rounds.happened()
         elif self._unsent.is_read and self._tracker.set_unsent_events({}):
-            self._is_stale = True
+            self.rounds = self.rounds.happened()
         if self._unsent.is_due(self._clock()):
             await self._rebuild(probe)
 
-    async def _follow_room(self, probe: Probe, reading: Reading) -> None:
+    async def _follow_room(self, probe: Probe, losses: Losses) -> None:
         """Mark the processes of which the kernel did not keep every object."""
-        if reading.unkept > self._unkept:
-            self._unkept = reading.unkept
+        if losses.is_full:
             self._tracker.handle_full_object_table()
-            self._is_stale = True
-        if reading.rejected > self._rejected:
-            self._rejected = reading.rejected
+        if losses.is_rejected:
             rows = await self._thread.do(probe.read_processes)
             self._tracker.handle_rejected_objects(
                 ProcessKey(row.tgid, row.start_ticks) for row in rows if row.rejected
             )
-            self._is_stale = True
 
     async def _rebuild(self, probe: Probe) -> None:
         at_ns, older = self._clock(), self._tracker.older_files
@@ -449,21 +408,12 @@ class EbpfSource:
         rows, openings, minors = await self._thread.do(read_rows)
         await self._in_turn(self._tracker.rebuild_steps(rows, at_ns, openings))
         self._tracker.add_opened_devices(minors)
-        self._wants_scan = True
+        self.rounds = self.rounds.happened(scan=True)
 
     async def _in_turn(self, steps: Iterator[None]) -> None:
         """Run something long step by step; events that arrive meanwhile are applied after it."""
         if dropped := await self._scheduler.run(steps):
             self._tracker.handle_lost_events(dropped)
-
-    def _log_loss(self) -> None:
-        now_ns = self._clock()
-        if self._loss_logged_ns is None or now_ns - self._loss_logged_ns >= LOSS_LOGGED_NS:
-            self._loss_logged_ns = now_ns
-            _log.warning(
-                "Events of the probe were lost, %(total)s so far; rebuilding the usage",
-                about(total=self._lost),
-            )
 
     def _emit_device_calls(self, probe: Probe, readiness: Mapping[int, Readiness]) -> None:
         calls: dict[GpuUuid, DeviceCall] = {}
@@ -482,16 +432,17 @@ class EbpfSource:
             self._inbox.put(DeviceCallsSeen(calls))
 
     async def _scan(self) -> None:
-        self._wants_scan, self._scan_due_ns = False, None
+        self.rounds = self.rounds.scan(self._clock())
         self._postponed.follow(self._tracker, self._clock())
-        at_ns = self._scanned_ns = self._scan_begins()
+        at_ns = self._scan_begins()
         probe = self._probe
         found = await self._thread.do(lambda: self._scan_now(probe))
         if not self._sends_releases and not self._held <= found.files:
             # A file that is in a message is in no process's table, and open all the same.
             self._waited_ns = self._settings.confirm_ns
             await asyncio.sleep(self._waited_ns / 1e9)
-            at_ns = self._scanned_ns = self._scan_begins()
+            at_ns = self._scan_begins()
+            self.rounds = self.rounds.scan(at_ns, again=True)
             found = await self._thread.do(lambda: self._scan_now(probe))
         self._held, self._majors = set(found.files), found.majors
         self._may_have_ended = True
@@ -500,7 +451,7 @@ class EbpfSource:
         self._unseen.of_scan = found.unseen
         self._tracker.set_unreadable_reason(self._unseen.reason(self._tracker.without_status))
         await self._in_turn(self._tracker.apply_scan_steps(found.held, at_ns, is_whole=not found.unseen))
-        self._is_stale = True
+        self.rounds = self.rounds.happened()
 
     def _scan_begins(self) -> int:
         self._tracker.begin_scan()
@@ -578,7 +529,7 @@ class EbpfSource:
     async def _publish(self, *, is_stale: bool) -> None:
         """Emit the usage snapshot if it changed, or if the last one is old."""
         now_ns, last = self._clock(), self._published
-        is_due = last is None or now_ns - last.at_ns >= self._settings.publish_ns
+        is_due = self.rounds.must_publish(now_ns, self._settings)
         if not is_stale and not is_due:
             return
         for _ in range(MAX_REFRESHES):
@@ -590,16 +541,15 @@ class EbpfSource:
         )
         if is_due or last is None or replace(usage, at_ns=last.at_ns) != last:
             self._published = usage
+            self.rounds = replace(self.rounds, published_ns=now_ns)
             self._inbox.put(GpuUseSeen(usage))
 
     async def _pause(self, began_ns: int, took_ns: int) -> None:
         """Wait for something to do, at most a poll, and at least the gap between two rounds."""
-        poll_ns = self._settings.poll_ns
-        least_ns = max(self._settings.gap_ns, min(poll_ns, PAUSE_RATIO * took_ns))
-        await asyncio.sleep(max(0, began_ns + least_ns - self._clock()) / 1e9)
-        until_ns = min(began_ns + poll_ns, self._scan_due_ns or began_ns + poll_ns)
+        rest_ns = self.rounds.rest_ns(began_ns, took_ns, self._clock(), self._settings)
+        await asyncio.sleep(rest_ns / 1e9)
         try:
-            async with asyncio.timeout(max(0, until_ns - self._clock()) / 1e9):
+            async with asyncio.timeout(self.rounds.idle_ns(began_ns, self._clock(), self._settings) / 1e9):
                 await self._wake.wait()
         except TimeoutError:
             pass

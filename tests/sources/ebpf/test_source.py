@@ -6,7 +6,6 @@ tests/probe/test_source.py has the tests with a probe in the kernel.
 import asyncio
 import subprocess
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +23,8 @@ from agent.probe.request import Request
 from agent.simulation.driver_double.nodes import Gpu
 from agent.sources.ebpf import process_exits
 from agent.sources.ebpf import source as ebpf
-from agent.sources.ebpf.source import EbpfSettings, EbpfSource, Tier
+from agent.sources.ebpf.rounds import EbpfSettings
+from agent.sources.ebpf.source import EbpfSource, Tier
 from tests.probe.machines import Machine
 from tests.probe.watcher import snapshot_of_gpus
 from tests.sources.recorder import Recorder
@@ -305,21 +305,6 @@ async def test_a_cancelled_load_is_repeated(proc: Path, tmp_path: Path) -> None:
         await followed.seen.first(ProbeSeen, lambda fact: fact.probe.state == "disabled")
 
     assert followed.probes() == [("loading", ""), ("disabled", "bpf_unsupported")]
-
-
-async def test_a_round_that_took_long_is_followed_by_a_long_pause(proc: Path) -> None:
-    source = Followed(proc, replace(QUICK, poll_ns=3_600 * SECOND_NS)).source
-    source._wake.set()
-    began_ns = time.monotonic_ns()
-    await source._pause(began_ns, took_ns=5 * MILLISECOND_NS)
-
-    assert time.monotonic_ns() - began_ns >= ebpf.PAUSE_RATIO * 5 * MILLISECOND_NS
-
-
-async def test_no_pause_is_longer_than_a_poll(proc: Path) -> None:
-    source = Followed(proc).source
-    async with asyncio.timeout(20):
-        await source._pause(time.monotonic_ns(), took_ns=3_600 * SECOND_NS)
 
 
 async def rounds(followed: Followed, count: int) -> None:
