@@ -1,4 +1,4 @@
-"""The rounds of the eBPF source as a state machine: nothing is left out, and nothing is made too often."""
+"""The rounds of the eBPF source as a state machine: nothing is missed, and nothing is made too often."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
