@@ -99,42 +99,40 @@ def sample(
 PAIRS = {(0, 2): 4, (1, 3): 4, (4, 6): 4, (5, 7): 4}
 
 
-def test_two_gpus_are_a_pair_with_nvlinks() -> None:
-    assert preferred(connected(8, PAIRS), EIGHT, 2) == [U0, U2]
-    assert preferred(connected(8, PAIRS), [U0, U1, U5, U7], 2) == [U5, U7]
+PAIRED, BY_PCIE, SWITCHED = connected(8, PAIRS), connected(8), connected(8, switched=18)
+CHAIN = connected(4, {(0, 1): 3, (1, 2): 4, (2, 3): 3})
+"""Most links in the middle: taking 1 and 2 would leave 0 and 3 with none."""
 
 
-def test_without_nvlinks_two_gpus_are_on_one_switch() -> None:
-    assert preferred(connected(8), [U0, U2, U4, U6, U7], 2) == [U6, U7]
-
-
-def test_four_gpus_are_two_pairs_near_each_other() -> None:
-    assert preferred(connected(8, PAIRS), EIGHT, 4) == [U0, U1, U2, U3]
-    assert preferred(connected(8, PAIRS), [U0, U2, U3, U4, U5, U6, U7], 4) == [U4, U5, U6, U7]
-
-
-def test_a_single_gpu_is_one_whose_partner_is_in_use() -> None:
-    assert preferred(connected(8, PAIRS), [U0, U2, U3, U4, U6], 1) == [U3]
-
-
-def test_three_gpus_are_a_pair_and_one_whose_partner_is_in_use() -> None:
-    assert preferred(connected(8, PAIRS), [U0, U1, U2, U3, U4, U6, U7], 3) == [U4, U6, U7]
-
-
-def test_a_pair_is_not_broken_for_what_would_score_higher_now() -> None:
-    """A chain 0-1-2-3 with most links in the middle: taking 1 and 2 would leave 0 and 3 with none."""
-    chain = connected(4, {(0, 1): 3, (1, 2): 4, (2, 3): 3})
-    assert preferred(chain, FOUR, 2) == [U0, U1]
-
-
-def test_what_must_be_included_brings_its_partner() -> None:
-    assert preferred(connected(8, PAIRS), EIGHT, 2, must=[U7]) == [U7, U5]
-    assert preferred(connected(8, PAIRS), EIGHT, 4, must=[U6, U0]) == [U6, U0, U2, U4]
-
-
-def test_behind_nvswitches_the_pcie_switch_decides() -> None:
-    assert preferred(connected(8, switched=18), [U0, U2, U3, U6], 2) == [U2, U3]
-    assert preferred(connected(8, switched=18), [U1, U2, U3, U4, U5, U6, U7], 4) == [U4, U5, U6, U7]
+@pytest.mark.parametrize(
+    ("node", "available", "must", "chosen"),
+    [
+        pytest.param(PAIRED, EIGHT, [], [U0, U2], id="two are a pair with NVLinks"),
+        pytest.param(PAIRED, [U0, U1, U5, U7], [], [U5, U7], id="two are the only pair"),
+        pytest.param(BY_PCIE, [U0, U2, U4, U6, U7], [], [U6, U7], id="without NVLinks two are on one switch"),
+        pytest.param(PAIRED, EIGHT, [], FOUR, id="four are two pairs near each other"),
+        pytest.param(PAIRED, EIGHT[:1] + EIGHT[2:], [], EIGHT[4:], id="four are the two whole pairs"),
+        pytest.param(PAIRED, [U0, U2, U3, U4, U6], [], [U3], id="one has a partner in use"),
+        pytest.param(
+            PAIRED,
+            [*FOUR, U4, U6, U7],
+            [],
+            [U4, U6, U7],
+            id="three are a pair and one whose partner is in use",
+        ),
+        pytest.param(CHAIN, FOUR, [], [U0, U1], id="a pair is not broken for what would score higher now"),
+        pytest.param(PAIRED, EIGHT, [U7], [U7, U5], id="what must be included brings its partner"),
+        pytest.param(PAIRED, EIGHT, [U6, U0], [U6, U0, U2, U4], id="both that must be included do so"),
+        pytest.param(
+            SWITCHED, [U0, U2, U3, U6], [], [U2, U3], id="behind NVSwitches the PCIe switch decides"
+        ),
+        pytest.param(SWITCHED, EIGHT[1:], [], EIGHT[4:], id="behind NVSwitches the host bridge decides"),
+    ],
+)
+def test_connected_gpus_are_given_together(
+    node: Node, available: list[str], must: list[str], chosen: list[str]
+) -> None:
+    assert preferred(node, available, len(chosen), must) == chosen
 
 
 def test_among_equally_connected_gpus_those_on_one_numa_node_are_preferred() -> None:
@@ -180,10 +178,7 @@ def test_an_unhealthy_gpu_is_preferred_only_where_it_has_to_be() -> None:
 
 @given(st.permutations(EIGHT), st.integers(1, 8))
 def test_the_choice_does_not_depend_on_the_order_of_the_request(order: list[str], size: int) -> None:
-    assert preferred(NODE, order, size) == preferred(NODE, EIGHT, size)
-
-
-NODE = connected(8, PAIRS)
+    assert preferred(PAIRED, order, size) == preferred(PAIRED, EIGHT, size)
 
 
 # Whole GPUs, while their connections are not known
@@ -226,50 +221,35 @@ def cards(chosen: Sequence[str], *on: str) -> list[int]:
 
 
 ALL_FREE = [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
+FIRST_FREE = ALL_FREE[:4]
+THREE_FREE = [*FIRST_FREE, (1, 3), (2, 2), (2, 3)]
 
 
 @pytest.mark.parametrize(
-    ("free", "size", "expected"),
+    ("policy", "free", "expected"),
     [
-        (ALL_FREE, 2, [1, 1]),
-        ([(0, 2), (0, 3), (1, 3)], 2, [1, 1]),
-        ([(0, 2), (0, 3)], 2, [2, 0]),
-        (ALL_FREE, 4, [2, 2]),
-        ([(0, n) for n in range(4)] + [(1, 0)], 4, [3, 1]),
-        ([(0, n) for n in range(4)] + [(1, 0)], 2, [2, 0]),
+        ("distributed", ALL_FREE, [1, 1]),
+        ("distributed", [(0, 2), (0, 3), (1, 3)], [1, 1]),
+        ("distributed", [(0, 2), (0, 3)], [2, 0]),
+        ("distributed", ALL_FREE, [2, 2]),
+        ("distributed", [*FIRST_FREE, (1, 0)], [3, 1]),
+        ("distributed", [*FIRST_FREE, (1, 0)], [2, 0]),
+        ("packed", ALL_FREE, [2, 0]),
+        ("packed", [(0, 2), (0, 3), (1, 3)], [0, 1]),
+        ("packed", [(0, 2), (0, 3), (1, 3)], [1, 1]),
+        ("packed", [*FIRST_FREE, (1, 0), (1, 1)], [1, 2]),
+        ("spread", THREE_FREE, [1, 0, 1]),
+        ("spread", THREE_FREE, [2, 1, 1]),
     ],
 )
-def test_shares_are_of_the_card_with_fewest_in_use(
-    free: list[tuple[int, int]], size: int, expected: list[int]
+def test_shares_are_of_the_cards_that_the_policy_asks_for(
+    policy: SharedAllocationPolicy, free: list[tuple[int, int]], expected: list[int]
 ) -> None:
-    """Case F1."""
-    node = shares(4, gpu(0), gpu(1))
-    chosen = preferred(node, [share(gpu(card).uuid, replica) for card, replica in free], size)
-    assert cards(chosen, U0, U1) == expected
-
-
-@pytest.mark.parametrize(
-    ("free", "size", "expected"),
-    [
-        (ALL_FREE, 2, [2, 0]),
-        ([(0, 2), (0, 3), (1, 3)], 1, [0, 1]),
-        ([(0, 2), (0, 3), (1, 3)], 2, [1, 1]),
-        ([(0, n) for n in range(4)] + [(1, 0), (1, 1)], 3, [1, 2]),
-    ],
-)
-def test_packed_shares_are_of_the_card_with_most_in_use(
-    free: list[tuple[int, int]], size: int, expected: list[int]
-) -> None:
-    node = shares(4, gpu(0), gpu(1), policy="packed")
-    chosen = preferred(node, [share(gpu(card).uuid, replica) for card, replica in free], size)
-    assert cards(chosen, U0, U1) == expected
-
-
-def test_spread_shares_are_of_as_many_cards_as_there_are_and_of_those_less_in_use_first() -> None:
-    node = shares(4, gpu(0), gpu(1), gpu(2), policy="spread")
-    free = [*(share(U0, n) for n in range(4)), share(U1, 3), share(U2, 2), share(U2, 3)]
-    assert cards(preferred(node, free, 2), U0, U1, U2) == [1, 0, 1]
-    assert cards(preferred(node, free, 4), U0, U1, U2) == [2, 1, 1]
+    """Case F1; distributed: fewest in use, packed: most in use, spread: as many cards as there are."""
+    gpus = [gpu(number) for number in range(len(expected))]
+    node = shares(4, *gpus, policy=policy)
+    chosen = preferred(node, [share(uuid(card), replica) for card, replica in free], sum(expected))
+    assert cards(chosen, *(each.uuid for each in gpus)) == expected
 
 
 def test_where_each_card_is_given_once_shares_are_of_as_many_cards_as_there_are() -> None:
