@@ -1,6 +1,11 @@
 """Records for tests of the core, and a node whose core is stepped by hand."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Literal
+
+import pytest
+from _pytest.mark import ParameterSet
 
 from agent.core.health.reducer import step
 from agent.core.health.registration import Registration
@@ -10,6 +15,7 @@ from agent.model.effects import Effect, Event, EventKind, RecordEvent, RegisterR
 from agent.model.facts import (
     NVML,
     DriverReady,
+    DriverUnavailable,
     Fact,
     GpuCallAnswered,
     GpuCallFailed,
@@ -136,6 +142,30 @@ def enumerated(*gpus: Gpu) -> GpusEnumerated:
     return GpusEnumerated(gpus)
 
 
+UNLOADED = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "The NVIDIA driver is not loaded", unloaded=True)
+MISMATCH = DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "Driver/library version mismatch")
+
+QUIET = DEFAULT.recovery_quiet_ns
+CLEAN = [passed()] * DEFAULT.recovery_clean_probes
+CLEAN_1, CLEAN_2 = ([passed(on)] * DEFAULT.recovery_clean_probes for on in (U1, U2))
+
+AT_ONCE = Policy(recovery_clean_probes=1, recovery_quiet_ns=0)
+"""One clean probe brings a GPU back, so that each fault is one of its own."""
+
+Step = Fact | int | AbstractSet[str] | Literal["restart"]
+"""What an example is made of; see :meth:`Node.follow`."""
+
+
+def example(sentence: str, gpus: int, then: Sequence[Step], *, policy: Policy = DEFAULT) -> ParameterSet:
+    """One line of a table: a node of so many healthy GPUs, and its history; see ``follow_example``."""
+    return pytest.param(gpus, policy, then, id=sentence)
+
+
+def follow_example(gpus: int, policy: Policy, then: Iterable[Step]) -> None:
+    """Play an example, which fails where a GPU is not as the example wants it."""
+    healthy_node(*(gpu(number) for number in range(gpus)), policy=policy).follow(*then)
+
+
 class Node:
     """The core of one node, stepped by hand; remembers every effect."""
 
@@ -169,6 +199,19 @@ class Node:
             self.apply(Tick())
             assert self.wake_at_ns > before, "the core asked to be woken again at once"
         self.now_ns = at_ns
+
+    def follow(self, *steps: "Step") -> None:
+        """Apply facts; an integer lets so many nanoseconds pass, a set is what has to be unhealthy by now."""
+        for number, each in enumerate(steps):
+            if isinstance(each, int):
+                self.after(each)
+            elif isinstance(each, str):
+                self.state = initial_state(self.state.policy, self.snapshot().durable, now_ns=self.now_ns)
+                self.wake_at_ns = self.now_ns
+            elif isinstance(each, AbstractSet):
+                assert self.unhealthy() == each, f"after {steps[:number]}"
+            else:
+                self.apply(each)
 
     def snapshot(self) -> Snapshot:
         """What sinks would see."""
@@ -262,6 +305,13 @@ def registered_node(*gpus: Gpu, policy: Policy = DEFAULT) -> Node:
         node.accept(name)
     node.forget_effects()
     return node
+
+
+BACK: list[Step] = [*CLEAN, QUIET - 1, {U0}, 1, set()]
+"""Three clean probes and 60 s since the first of them, both to the last unit."""
+
+STAYS: list[Step] = [*CLEAN, QUIET, {U0}]
+"""Clean probes and quiet time do not bring the GPU back."""
 
 
 def place(on: GpuUuid = U0, gi: int = ALL, ci: int = ALL) -> Placement:

@@ -16,7 +16,6 @@ from agent.model.facts import (
     DriverCallOverdue,
     DriverModuleSeen,
     DriverReleased,
-    DriverUnavailable,
     Fact,
     FactRejected,
     FactsLost,
@@ -59,7 +58,6 @@ from agent.model.facts import (
     WatchersChanged,
     XidEventsHeard,
 )
-from agent.model.health import Reason
 from agent.model.ids import ALL, ComponentId, DeviceId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
@@ -71,10 +69,12 @@ from tests.core.build import (
     K1,
     K2,
     KMSG,
+    MISMATCH,
     MS,
     PLUGIN,
     U0,
     U1,
+    UNLOADED,
     S,
     answered,
     enumerated,
@@ -94,8 +94,6 @@ GAPS = st.sampled_from([0, 0, 0, 1, MS, 100 * MS, 150 * MS, S, 10 * S, QUIET - 1
 ON = st.sampled_from([U0, U1])
 GENERATIONS = st.integers(1, 4)
 
-UNLOADED = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "gone", unloaded=True)
-MISMATCH = DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "mismatch")
 
 GOOD: list[st.SearchStrategy[Fact]] = [
     st.builds(passed, ON),

@@ -40,6 +40,7 @@ from tests.core.build import (
     U0,
     U1,
     U2,
+    UNLOADED,
     Node,
     S,
     enumerated,
@@ -60,7 +61,6 @@ Q = 60 * S
 M = 60 * S
 
 BOARD: Gpu = replace(gpu(0), serial="1650921000123")
-UNLOADED = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "The NVIDIA driver is not loaded", unloaded=True)
 
 
 def commands(node: Node) -> list[str]:

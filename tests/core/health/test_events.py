@@ -337,14 +337,6 @@ def test_events_come_before_what_is_to_be_done() -> None:
     }
 
 
-def test_facts_on_unknown_gpus_change_nothing() -> None:
-    node = healthy_node(gpu(0))
-    before = node.state
-    for fact in (passed(U1), failed(U1), overdue(U1)):
-        assert node.apply(fact) == ()
-        assert node.state is before
-
-
 def test_a_gpu_whose_index_moves_is_the_same_gpu() -> None:
     three: list[Gpu] = [gpu(number) for number in range(3)]
     node = healthy_node(*three)

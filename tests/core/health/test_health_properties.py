@@ -38,6 +38,7 @@ from tests.core.build import (
     MS,
     U0,
     U1,
+    UNLOADED,
     Node,
     S,
     enumerated,
@@ -55,7 +56,6 @@ QUIET = 60 * S
 
 ONE = replace(gpu(0), serial="1650921000123")
 BOTH = enumerated(ONE, gpu(1))
-UNLOADED = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "gone", unloaded=True)
 
 GAPS = st.sampled_from(
     [0, 0, 0, 1, MS, S, 2 * S, 10 * S, 30 * S, QUIET - 1, QUIET, QUIET + 1, 600 * S, 3600 * S]

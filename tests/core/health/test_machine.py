@@ -8,7 +8,6 @@ from agent.model.facts import (
     DeviceNodesSeen,
     DriverModuleSeen,
     DriverReleased,
-    DriverUnavailable,
     GpuRebound,
     PciGpusSeen,
     PolicyChanged,
@@ -16,18 +15,27 @@ from agent.model.facts import (
     ReleaseRequested,
 )
 from agent.model.gpu import Gpu
-from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
+from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
 from agent.model.ids import Placement, SourceName
 from agent.model.policy import DeviceListStrategy, Injection, Policy
 from agent.model.snapshot import Finding
 from agent.model.structs import replace
 from tests.core.build import (
+    AT_ONCE,
+    CLEAN,
+    MISMATCH,
+    QUIET,
+    STAYS,
     U0,
     U1,
+    UNLOADED,
     Node,
     S,
+    Step,
     enumerated,
+    example,
     failed,
+    follow_example,
     gpu,
     healthy_node,
     mig_gpu,
@@ -37,10 +45,7 @@ from tests.core.build import (
     registered_node,
     xid,
 )
-from tests.core.polls import blind_poll, poll, read, reasons
-
-Q = 60 * S
-UNLOADED = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "The NVIDIA driver is not loaded", unloaded=True)
+from tests.core.polls import blind_poll, poll, read
 
 
 def missing(*paths: str) -> DeviceNodesSeen:
@@ -58,7 +63,7 @@ def unbound(number: int = 0) -> GpuRebound:
 def recovers(node: Node) -> bool:
     """Whether clean probes and quiet time bring U0 back from here."""
     node.apply(passed(), passed(), passed())
-    node.after(Q)
+    node.after(QUIET)
     return U0 not in node.unhealthy()
 
 
@@ -96,25 +101,6 @@ def test_without_a_control_node_no_gpu_can_be_used() -> None:
 def test_the_node_of_no_known_gpu_is_nobodys_trouble() -> None:
     node = healthy_node(gpu(0), replace(gpu(1), minor=None))
     node.apply(missing("/dev/nvidia7"))
-    assert node.unhealthy() == set()
-
-
-def test_a_gpu_found_later_whose_node_was_missing_all_along_is_unhealthy() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(missing("/dev/nvidia1"))
-    assert node.unhealthy() == set()
-    node.apply(enumerated(gpu(0), gpu(1)), passed(U1))
-    assert node.unhealthy() == {U1}
-
-
-def test_a_gpu_whose_node_is_there_again_comes_back_by_the_rule() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(missing("/dev/nvidia0"), passed(), passed(), passed())
-    node.after(2 * Q)
-    node.apply(missing(), passed(), passed())
-    node.after(Q)
-    assert node.unhealthy() == {U0}
-    node.apply(passed())
     assert node.unhealthy() == set()
 
 
@@ -158,7 +144,7 @@ def test_a_capability_node_that_is_there_again_brings_its_device_back_while_anot
     node.apply(missing(first, second))
     node.after(S, missing(second))
     node.apply(passed(), passed(), passed())
-    node.after(Q)
+    node.after(QUIET)
     assert [(item.placement.gi, item.lasts) for item in node.conditions()] == [(2, True)]
 
 
@@ -204,24 +190,6 @@ def recovers_all(node: Node) -> bool:
     """Whether clean probes and quiet time end every condition."""
     recovers(node)
     return node.conditions() == []
-
-
-def test_nodes_that_were_not_read_since_a_restart_are_not_there_again() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(missing("/dev/nvidia0"))
-    again = node.restarted()
-    again.apply(ready(), enumerated(gpu(0)))
-    assert not recovers(again)
-    again.apply(missing())
-    assert recovers(again)
-
-
-def test_nodes_that_are_not_read_any_more_keep_no_gpu_unhealthy() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(missing("/dev/nvidia0"))
-    again = node.restarted()
-    again.apply(ready(), enumerated(gpu(0)), passed(), RecoverRequested(U0))
-    assert again.unhealthy() == set()
 
 
 # The bus
@@ -280,66 +248,6 @@ def test_while_the_driver_is_released_no_gpus_are_expected_to_be_listed() -> Non
     assert count_findings(node) == []
 
 
-# The kernel module
-
-
-def test_a_module_that_was_loaded_anew_is_reset_evidence() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(DriverModuleSeen(70), xid(79), DriverModuleSeen(70))
-    assert not recovers(node)
-    node.apply(DriverModuleSeen(71))
-    assert recovers(node)
-
-
-def test_the_first_reading_of_the_module_is_no_evidence() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79), DriverModuleSeen(70))
-    assert not recovers(node)
-
-
-def test_a_module_that_went_and_came_is_reset_evidence_when_nvml_is_ready() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(DriverModuleSeen(70), xid(79), DriverModuleSeen(None), ready())
-    assert recovers(node)
-
-
-def test_a_module_loaded_anew_while_the_agent_was_away_is_reset_evidence() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(DriverModuleSeen(70), xid(79))
-    again = node.restarted()
-    again.apply(ready(), enumerated(gpu(0)), DriverModuleSeen(71))
-    assert recovers(again)
-
-
-def test_the_same_module_after_a_restart_of_the_agent_is_no_evidence() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(DriverModuleSeen(70), xid(79))
-    again = node.restarted()
-    again.apply(ready(), enumerated(gpu(0)), DriverModuleSeen(70))
-    assert not recovers(again)
-
-
-def test_a_late_reading_of_the_module_counts_once_and_not_again_days_later() -> None:
-    """The module was read as gone; by the time this was reported, NVML had been initialised again."""
-    node = healthy_node(gpu(0))
-    node.apply(DriverModuleSeen(70), UNLOADED, ready(), DriverModuleSeen(None), DriverModuleSeen(71))
-    node.apply(passed(), passed(), passed())
-    node.after(Q)
-    assert node.unhealthy() == set()
-    mismatch = DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "mismatch")
-    node.apply(xid(79), mismatch, ready())
-    assert not recovers(node)
-
-
-def test_a_module_that_is_seen_before_nvml_is_ready_was_still_gone() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79), UNLOADED, DriverModuleSeen(71), ready())
-    assert recovers(node)
-
-
-# What is bound anew
-
-
 @pytest.mark.parametrize("source", [UEVENTS, SYSFS])
 def test_a_gpu_that_is_bound_anew_was_reset_and_no_other(source: SourceName) -> None:
     node = healthy_node(gpu(0), gpu(1))
@@ -347,107 +255,137 @@ def test_a_gpu_that_is_bound_anew_was_reset_and_no_other(source: SourceName) -> 
     assert {item.placement.gpu: item.reset_seen for item in node.conditions()} == {U0: True, U1: False}
     assert recovers(node)
     node.apply(passed(U1), passed(U1), passed(U1))
-    node.after(Q)
+    node.after(QUIET)
     assert node.unhealthy() == {U1}
 
 
-def test_a_gpu_that_was_only_taken_from_its_driver_was_not_reset() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79), unbound())
-    assert not recovers(node)
+# What the machine shows, step by step
+
+MODULE, ANOTHER_MODULE, NO_MODULE = DriverModuleSeen(70), DriverModuleSeen(71), DriverModuleSeen(None)
+MISSING, THERE = missing("/dev/nvidia0"), missing()
+AGAIN: list[Step] = ["restart", ready(), enumerated(gpu(0))]
+RELOAD: list[Step] = [UNLOADED, ready(), enumerated(gpu(0))]
+RECOVERS: list[Step] = [*CLEAN, QUIET, set()]
+BOTH = enumerated(gpu(0), gpu(1))
 
 
-def test_binding_an_unknown_gpu_changes_nothing() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79))
-    before = node.state
-    assert node.apply(bound(5)) == ()
-    assert node.state is before
-
-
-@pytest.mark.parametrize("code", [64, 54])
-def test_binding_a_gpu_anew_does_not_end_what_needs_a_reboot_or_a_person(code: int) -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(code), bound())
-    assert not recovers(node)
-
-
-def test_binding_a_healthy_gpu_anew_changes_nothing() -> None:
-    node = healthy_node(gpu(0))
-    before = node.state
-    assert node.apply(unbound(), bound()) == ()
-    assert node.state is before
-
-
-def test_a_gpu_bound_anew_that_nvml_does_not_list_stays_lost() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(enumerated(gpu(1)), bound())
-    assert not recovers(node)
-    node.apply(enumerated(gpu(0), gpu(1)))
-    assert recovers(node)
-
-
-def test_a_row_of_clean_probes_before_the_reset_does_not_count() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79), bound(), passed(), passed(), bound(), passed())
-    node.after(2 * Q)
-    assert [item.clean_probes for item in node.conditions()] == [1]
-
-
-# Readings over a reset
-
-
-def test_what_was_read_before_a_reset_and_is_not_supported_after_it_keeps_no_gpu_unhealthy() -> None:
-    """A driver of another version may not support the reading."""
-    for bad in (read(recovery_action=1), read(fabric_state=2), read(fabric_status=999)):
-        node = healthy_node(gpu(0))
-        node.apply(bad, UNLOADED, ready(), enumerated(gpu(0)))
-        node.apply(*blind_poll(), *blind_poll())
-        node.after(Q)
-        assert U0 in node.unhealthy()
-        node.apply(*blind_poll())
-        assert node.unhealthy() == set()
-
-
-def test_what_is_read_after_a_reset_as_before_lasts_on() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(read(recovery_action=1), bound())
-    node.apply(*poll(recovery_action=1), *poll(recovery_action=1), *poll(recovery_action=1))
-    node.after(Q, *poll(recovery_action=1))
-    (condition,) = node.conditions()
-    assert (condition.lasts, condition.reset_seen, condition.count) == (True, False, 2)
-    assert node.unhealthy() == {U0}
-
-
-def test_not_one_probe_counts_between_a_reset_and_a_reading_that_is_as_bad() -> None:
-    node = healthy_node(
-        gpu(0), policy=replace(Node().state.policy, recovery_clean_probes=1, recovery_quiet_ns=0)
-    )
-    node.apply(read(fabric_state=2), UNLOADED, ready(), enumerated(gpu(0)))
-    node.apply(*poll(fabric_state=2))
-    assert reasons(node) == {Reason.FABRIC_NOT_READY}
-
-
-def test_a_reset_does_not_break_the_row_of_what_ends_by_itself() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(read(fabric_state=2), *poll(), *poll(), bound(), *poll())
-    node.after(Q)
-    assert node.unhealthy() == set()
-
-
-def test_a_reset_does_not_end_a_row_remapping_that_failed() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(read(rows_failed=True), bound(), *poll(), *poll(), *poll())
-    node.after(Q)
-    assert node.unhealthy() == {U0}
-
-
-# A GPU that is not listed
-
-
-def test_a_gpu_that_is_not_listed_breaks_the_row_of_its_clean_probes() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(failed(), passed(), passed(), enumerated(gpu(1)), enumerated(gpu(0), gpu(1)), passed())
-    node.after(2 * Q)
-    assert {item.clean_probes for item in node.conditions()} == {1}
-    assert node.health()[U1] is Health.HEALTHY
+@pytest.mark.parametrize(
+    ("gpus", "policy", "then"),
+    [
+        # Device nodes
+        example(
+            "a GPU whose node is there again recovers by the rule",
+            1,
+            [MISSING, *CLEAN, 2 * QUIET, THERE, *CLEAN[1:], QUIET, {U0}, passed(), set()],
+        ),
+        example(
+            "a GPU found later whose node was missing all along",
+            1,
+            [missing("/dev/nvidia1"), set(), BOTH, passed(U1), {U1}],
+        ),
+        example("nodes not read since a restart", 1, [MISSING, *AGAIN, *STAYS, THERE, *RECOVERS]),
+        example("nodes not read any more", 1, [MISSING, *AGAIN, passed(), RecoverRequested(U0), set()]),
+        # The kernel module
+        example(
+            "a module that was loaded anew is reset evidence",
+            1,
+            [MODULE, xid(79), MODULE, *STAYS, ANOTHER_MODULE, *RECOVERS],
+        ),
+        example("the first reading of the module is no evidence", 1, [xid(79), MODULE, *STAYS]),
+        example("a module went and came", 1, [MODULE, xid(79), NO_MODULE, ready(), *RECOVERS]),
+        example(
+            "loaded anew while the agent was away", 1, [MODULE, xid(79), *AGAIN, ANOTHER_MODULE, *RECOVERS]
+        ),
+        example("the same module after a restart of the agent", 1, [MODULE, xid(79), *AGAIN, MODULE, *STAYS]),
+        example(
+            "a late reading of the module counts once and not again days later",
+            1,
+            [
+                MODULE,
+                UNLOADED,
+                ready(),
+                NO_MODULE,
+                ANOTHER_MODULE,
+                *RECOVERS,
+                xid(79),
+                MISMATCH,
+                ready(),
+                *STAYS,
+            ],
+        ),
+        example("seen before NVML is ready", 1, [xid(79), UNLOADED, ANOTHER_MODULE, ready(), *RECOVERS]),
+        # What is bound anew
+        example("a GPU that was only taken from its driver was not reset", 1, [xid(79), unbound(), *STAYS]),
+        example("binding a GPU anew does not end what needs a person", 1, [xid(64), bound(), *STAYS]),
+        example("binding a GPU anew does not end what needs a reboot", 1, [xid(54), bound(), *STAYS]),
+        example(
+            "a GPU bound anew that NVML does not list stays lost",
+            2,
+            [enumerated(gpu(1)), bound(), *STAYS, BOTH, *RECOVERS],
+        ),
+        example(
+            "a row of clean probes before the reset does not count",
+            1,
+            [xid(79), bound(), *CLEAN[1:], bound(), passed(), 2 * QUIET, passed(), {U0}, passed(), set()],
+        ),
+        # Readings over a reset; a driver of another version may not support the reading.
+        *(
+            example(
+                f"{name} is not supported after the reset",
+                1,
+                [bad, *RELOAD, *blind_poll(), *blind_poll(), QUIET, {U0}, *blind_poll(), set()],
+            )
+            for name, bad in (
+                ("a recovery action", read(recovery_action=1)),
+                ("the state of the fabric", read(fabric_state=2)),
+                ("the status of the fabric", read(fabric_status=999)),
+            )
+        ),
+        example(
+            "what is read after a reset as before lasts on",
+            1,
+            [
+                read(recovery_action=1),
+                bound(),
+                *poll(recovery_action=1) * 3,
+                QUIET,
+                *poll(recovery_action=1),
+                {U0},
+            ],
+        ),
+        example(
+            "not one probe counts between a reset and a reading that is as bad",
+            1,
+            [read(fabric_state=2), *RELOAD, *poll(fabric_state=2), {U0}],
+            policy=AT_ONCE,
+        ),
+        example(
+            "a reset does not break the row of what ends by itself",
+            1,
+            [read(fabric_state=2), *poll() * 2, bound(), *poll(), QUIET, set()],
+        ),
+        example(
+            "a reset does not end a row remapping that failed",
+            1,
+            [read(rows_failed=True), bound(), *poll() * 3, QUIET, {U0}],
+        ),
+        example(
+            "a GPU that is not listed had no clean probes in a row",
+            2,
+            [
+                failed(),
+                *CLEAN[1:],
+                enumerated(gpu(1)),
+                BOTH,
+                passed(),
+                2 * QUIET,
+                passed(),
+                {U0},
+                passed(),
+                set(),
+            ],
+        ),
+    ],
+)
+def test_a_gpu_comes_back_by_what_the_machine_shows(gpus: int, policy: Policy, then: list[Step]) -> None:
+    follow_example(gpus, policy, then)

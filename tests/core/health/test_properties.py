@@ -32,6 +32,7 @@ from tests.core.build import (
     START_NS,
     U0,
     U1,
+    UNLOADED,
     Node,
     S,
     enumerated,
@@ -46,7 +47,7 @@ from tests.core.build import (
     registered_node,
     xid,
 )
-from tests.core.histories import HEALTH_HISTORIES, HISTORIES, ONE_OF_EACH, QUIET, UNLOADED
+from tests.core.histories import HEALTH_HISTORIES, HISTORIES, ONE_OF_EACH, QUIET
 
 History = Sequence[tuple[int, Fact]]
 

@@ -10,28 +10,42 @@ from agent.model.facts import (
     DriverCallOverdue,
     DriverUnavailable,
     Fact,
+    GpuRebound,
     PolicyChanged,
     Tick,
 )
-from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
+from agent.model.ids import SourceName
 from agent.model.policy import Policy
 from agent.model.sharing import Sharing
 from agent.model.snapshot import Durable
+from agent.model.structs import replace
 from tests.core.build import (
+    AT_ONCE,
+    BACK,
     C1B,
+    CLEAN,
+    CLEAN_1,
+    CLEAN_2,
     GPU,
     KMSG,
+    MISMATCH,
     MS,
+    QUIET,
     START_NS,
     U0,
     U1,
+    U2,
+    UNLOADED,
     Node,
     S,
+    Step,
     answered,
     enumerated,
+    example,
     failed,
     fields_of,
+    follow_example,
     gpu,
     healthy_node,
     mig_gpu,
@@ -42,63 +56,278 @@ from tests.core.build import (
     ready,
     xid,
 )
+from tests.core.polls import read
 
-Q = 60 * S
-
-UNLOADED = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "The NVIDIA driver is not loaded", unloaded=True)
-MISMATCH = DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "Driver/library version mismatch")
-
-
-def recovers_by_rule(node: Node) -> None:
-    """Three clean probes and 60 s since the first of them, both to the last unit."""
-    node.apply(passed(), passed(), passed())
-    first_clean_ns = node.now_ns
-    node.until(first_clean_ns + Q - 1)
-    node.apply(Tick())
-    assert U0 in node.unhealthy()
-    node.until(first_clean_ns + Q)
-    node.apply(Tick())
-    assert U0 not in node.unhealthy()
+HANGS, ANSWERS = DriverCallOverdue("init", deadline_ns=5 * S), DriverCallAnswered("init")
+ALL = {U0, U1, U2}
 
 
-# Clean probes and quiet time
+def often(times: int, *steps: Step) -> list[Step]:
+    return [*steps] * times
 
 
-def test_a_device_is_unhealthy_at_once_and_the_others_are_not() -> None:
+@pytest.mark.parametrize(
+    ("count", "policy", "then"),
+    [
+        # Clean probes and quiet time
+        example("a GPU is unhealthy at once and the others are not", 2, [xid(79), {U0}]),
+        example(
+            "quiet time counts from the first clean probe after the last report", 1, [xid(94), 10 * S, *BACK]
+        ),
+        example(
+            "a fault reported again begins anew", 1, [xid(94), *CLEAN, QUIET - 1, xid(94, count=4), *BACK]
+        ),
+        example("quiet time is not enough", 1, [xid(94), *CLEAN[1:], 3600 * S, {U0}, passed(), set()]),
+        example(
+            "clean probes come in a row",
+            1,
+            [xid(94), *CLEAN[1:], failed(), *CLEAN[1:], QUIET, {U0}, passed(), set()],
+        ),
+        example("probes of another GPU bring nothing back", 2, [xid(94), *[passed(U1)] * 10, 3600 * S, {U0}]),
+        example("a bad probe of another GPU", 2, [xid(94), *CLEAN[1:], failed(U1), passed(), QUIET, {U1}]),
+        example(
+            "without quiet time the last clean probe brings a GPU back",
+            1,
+            [xid(94), *CLEAN[1:], {U0}, passed(), set()],
+            policy=Policy(recovery_clean_probes=3, recovery_quiet_ns=0),
+        ),
+        example(
+            "a policy that asks for less brings a GPU back at once",
+            1,
+            [xid(94), *CLEAN[1:], PolicyChanged(Policy(recovery_clean_probes=2, recovery_quiet_ns=0)), set()],
+        ),
+        # Resets
+        example(
+            "a driver that was not unloaded is no reset",
+            1,
+            [xid(79), MISMATCH, ready(), *CLEAN, 2 * QUIET, {U0}],
+        ),
+        example(
+            "a driver that was unloaded was reset whatever was reported meanwhile",
+            1,
+            [xid(79), UNLOADED, MISMATCH, ready(), *CLEAN, QUIET, set()],
+        ),
+        example(
+            "a driver that turns out to be unloaded was reset",
+            1,
+            [xid(79), replace(UNLOADED, unloaded=False), UNLOADED, ready(), *CLEAN, QUIET, set()],
+        ),
+        example(
+            "one reset counts for one fault",
+            1,
+            [UNLOADED, ready(), *CLEAN, QUIET, set(), xid(79), MISMATCH, ready(), *CLEAN, 2 * QUIET, {U0}],
+        ),
+        example(
+            "a fault after the reset needs another one",
+            1,
+            [xid(79), UNLOADED, ready(), *CLEAN[1:], xid(79), *CLEAN, 2 * QUIET, {U0}],
+        ),
+        # A GPU that is not listed
+        example(
+            "the only GPU is listed again",
+            1,
+            [xid(79), S, enumerated(), 300 * S, enumerated(gpu(0)), S, *BACK],
+        ),
+        example(
+            "one of two GPUs is listed again",
+            2,
+            [xid(79), S, enumerated(gpu(1)), 300 * S, enumerated(gpu(0), gpu(1)), S, *BACK],
+        ),
+        example(
+            "listing a GPU that is back once more begins nothing anew",
+            1,
+            [enumerated(), enumerated(gpu(0)), *CLEAN[1:], enumerated(gpu(0)), passed(), QUIET, set()],
+        ),
+        example(
+            "a driver reload does not bring back a GPU that is not listed",
+            2,
+            [enumerated(gpu(1)), UNLOADED, ready(), enumerated(gpu(1)), *often(5, QUIET, passed(U1)), {U0}],
+        ),
+        # Calls that hang
+        example("the quiet time of a hang counts from its end", 1, [overdue(), 3600 * S, *BACK]),
+        example(
+            "a hang breaks the row of clean probes",
+            1,
+            [xid(94), *CLEAN[1:], overdue(), passed(), 2 * QUIET, passed(), {U0}, passed(), set()],
+        ),
+        example(
+            "probes that pass while the driver hangs do not count for it",
+            1,
+            [HANGS, *often(10, QUIET, passed()), {U0}, ANSWERS, *BACK],
+        ),
+        example(
+            "the driver hangs no more when only one call still does",
+            3,
+            [overdue(U0), overdue(U1), ALL, S, passed(U0), *CLEAN_2, QUIET, {U0, U1}],
+        ),
+        example(
+            "an error also ends a hang",
+            3,
+            [overdue(U0), overdue(U1), ALL, failed(U0), *CLEAN_2, QUIET, {U0, U1}],
+        ),
+        example(
+            "a hang ends when the calls return and the next probe of each GPU counts",
+            3,
+            [
+                overdue(U0),
+                overdue(U1),
+                answered(U0),
+                answered(U1),
+                ALL,
+                *CLEAN,
+                *CLEAN_1,
+                *CLEAN_2,
+                QUIET,
+                set(),
+            ],
+        ),
+        example(
+            "a call that returns is no clean probe",
+            1,
+            [overdue(), answered(), *CLEAN[1:], answered(), QUIET, {U0}, passed(), QUIET, set()],
+        ),
+        example(
+            "a GPU found while the driver hangs is unhealthy too",
+            2,
+            [overdue(U0), overdue(U1), enumerated(gpu(0), gpu(1), gpu(2)), passed(U2), ALL],
+        ),
+        example(
+            "a driver that goes away hangs no more but recovers by the rule",
+            2,
+            [
+                overdue(U0),
+                overdue(U1),
+                3600 * S,
+                UNLOADED,
+                ready(),
+                *CLEAN_1,
+                *CLEAN,
+                QUIET - 1,
+                {U0, U1},
+                1,
+                set(),
+            ],
+        ),
+        example("a call on the node is overdue no more", 1, [HANGS, UNLOADED, ready(), *CLEAN, QUIET, set()]),
+        # A driver that is away
+        example("a driver that was away", 1, [UNLOADED, *often(100, S, UNLOADED), ready(), *BACK]),
+        example(
+            "a probe that was under way when the driver went is no sign of health",
+            1,
+            [UNLOADED, passed(), {U0}, ready(), passed(), set()],
+            policy=AT_ONCE,
+        ),
+        # Classes
+        *(
+            example(
+                f"clean probes never end XID {code}",
+                1,
+                [xid(code), *often(10, 3600 * S, passed()), {U0}],
+                policy=AT_ONCE,
+            )
+            for code in (79, 48, 74, 54, 151, 64, 200)
+        ),
+        *(
+            example(
+                f"no reset ends XID {code}",
+                1,
+                [
+                    xid(code),
+                    enumerated(),
+                    enumerated(gpu(0)),
+                    UNLOADED,
+                    ready(),
+                    passed(),
+                    3600 * S,
+                    passed(),
+                    {U0},
+                ],
+                policy=AT_ONCE,
+            )
+            for code in (54, 78, 151, 64)
+        ),
+        *(
+            example(
+                f"{what} ends XID {code}",
+                2,
+                [xid(code), *CLEAN, 2 * QUIET, *reset, S, *CLEAN_1, *CLEAN, QUIET - 1, out, 1, set()],
+            )
+            for code in (48, 62, 74, 79, 95, 119, 142, 200)
+            for what, reset, out in (
+                ("listing it again", (enumerated(gpu(1)), enumerated(gpu(0), gpu(1))), {U0}),
+                ("loading the driver", (UNLOADED, ready()), {U0, U1}),
+            )
+        ),
+    ],
+)
+def test_a_gpu_is_unhealthy_until_its_rule_is_met(count: int, policy: Policy, then: list[Step]) -> None:
+    follow_example(count, policy, then)
+
+
+@pytest.mark.parametrize(
+    ("before", "fact"),
+    [
+        pytest.param([], passed(), id="a healthy GPU passes its probe"),
+        pytest.param([xid(94), *CLEAN], passed(), id="a probe more than is needed"),
+        pytest.param([enumerated(gpu(1))], enumerated(gpu(1)), id="a GPU stays away"),
+        pytest.param([UNLOADED], UNLOADED, id="the driver stays away"),
+        pytest.param([xid(94), enumerated(gpu(1))], passed(), id="a probe under way when the GPU went"),
+        pytest.param([UNLOADED], passed(), id="a probe under way when the driver went"),
+        pytest.param([UNLOADED], read(recovery_action=1), id="readings taken before the driver went"),
+        pytest.param([], read(U2, recovery_action=1), id="readings of an unknown GPU"),
+        pytest.param([], passed(U2), id="a probe of an unknown GPU"),
+        pytest.param([], failed(U2), id="a failed call of an unknown GPU"),
+        pytest.param([], overdue(U2), id="an overdue call of an unknown GPU"),
+        pytest.param([xid(79)], GpuRebound(gpu(5).pci, bound=True), id="an unknown GPU is bound"),
+        pytest.param([], GpuRebound(gpu(0).pci, bound=False), id="a healthy GPU is taken from its driver"),
+        pytest.param([], GpuRebound(gpu(0).pci, bound=True), id="a healthy GPU is bound anew"),
+    ],
+)
+def test_what_brings_no_news_changes_nothing(before: list[Fact], fact: Fact) -> None:
     node = healthy_node(gpu(0), gpu(1))
+    node.apply(*before)
+    state = node.state
+    assert node.after(3 * S, fact) == ()
+    assert node.state is state
+
+
+@pytest.mark.parametrize("fact", [failed(), overdue()])
+def test_a_gpu_whose_first_poll_fails_or_hangs_has_a_verdict(fact: Fact) -> None:
+    node = Node()
+    node.apply(ready(), enumerated(gpu(0)), fact)
+    assert node.health() == {U0: Health.UNHEALTHY}
+    assert node.state.probed == {U0}
+
+
+def test_an_overdue_call_of_a_gpu_that_went_is_over_with_its_probe() -> None:
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(enumerated(gpu(1)), overdue(), passed())
+    assert node.state.overdue == {}
+
+
+@pytest.mark.parametrize(
+    ("delay_ns", "source", "count", "xids", "conditions"),
+    [
+        (2 * S, KMSG, 1, 1, [(NVML, 1)]),
+        (2 * S + 1, KMSG, 1, 2, [(NVML, 1), (KMSG, 1)]),
+        (MS, NVML, 3, 4, [(NVML, 4)]),
+    ],
+    ids=["another source within 2 s", "another source later", "the same source"],
+)
+def test_two_reports_are_one_fault_if_two_sources_make_them_within_two_seconds(
+    delay_ns: int, source: SourceName, count: int, xids: int, conditions: list[tuple[SourceName, int]]
+) -> None:
+    node = healthy_node(gpu(0))
     node.apply(xid(79))
-    assert node.unhealthy() == {U0}
-
-
-def test_quiet_time_counts_from_the_first_clean_probe_after_the_last_report() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(94))
-    node.after(10 * S)
-    recovers_by_rule(node)
-
-
-def test_quiet_time_alone_does_not_bring_a_device_back() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(94), passed(), passed())
-    node.after(3600 * S)
-    assert node.unhealthy() == {U0}
-    node.apply(passed())
-    assert node.unhealthy() == set()
-
-
-def test_clean_probes_must_come_in_a_row() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(94), passed(), passed(), failed(), passed(), passed())
-    node.after(Q)
-    assert len(node.conditions()) == 2
-    node.apply(passed())
-    assert node.conditions() == []
+    node.after(delay_ns, xid(79, source=source, count=count))
+    assert node.state.xids == {U0: {79: xids}}
+    assert [(item.key.source, item.count) for item in node.conditions()] == conditions
 
 
 def test_a_condition_reported_again_begins_anew() -> None:
     node = healthy_node(gpu(0))
     node.apply(xid(94), passed(), passed(), passed())
-    node.after(Q - 1, xid(94, count=4))
+    node.after(QUIET - 1, xid(94, count=4))
     (condition,) = node.conditions()
     assert (condition.count, condition.clean_probes, condition.since_ns, condition.last_ns) == (
         5,
@@ -106,139 +335,22 @@ def test_a_condition_reported_again_begins_anew() -> None:
         START_NS,
         node.now_ns,
     )
-    recovers_by_rule(node)
+    node.follow(*BACK)
 
 
 def test_clearing_one_condition_never_clears_another() -> None:
     node = healthy_node(gpu(0))
     node.apply(xid(94), xid(79), failed())
     node.apply(passed(), passed(), passed())
-    node.after(Q)
+    node.after(QUIET)
     assert [(item.reason, item.key.code) for item in node.conditions()] == [(Reason.XID, 79)]
     assert node.unhealthy() == {U0}
-
-
-def test_probes_of_another_gpu_bring_nothing_back() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(xid(94), *[passed(U1)] * 10)
-    node.after(3600 * S)
-    assert node.unhealthy() == {U0}
-
-
-def test_a_bad_probe_of_another_gpu_does_not_break_the_row() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(xid(94), passed(), passed(), failed(U1), passed())
-    node.after(Q)
-    assert node.unhealthy() == {U1}
-
-
-def test_a_healthy_gpu_that_passes_its_probes_changes_nothing() -> None:
-    node = healthy_node(gpu(0))
-    before = node.state
-    assert node.after(10 * S, passed()) == ()
-    assert node.state is before
-
-
-def test_probes_beyond_those_that_are_needed_change_nothing() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(94), passed(), passed(), passed())
-    before = node.state
-    assert node.after(10 * S, passed()) == ()
-    assert node.state is before
-
-
-def test_without_quiet_time_the_last_clean_probe_brings_a_device_back() -> None:
-    node = healthy_node(gpu(0), policy=Policy(recovery_clean_probes=3, recovery_quiet_ns=0))
-    node.apply(xid(94), passed(), passed())
-    assert node.unhealthy() == {U0}
-    node.apply(passed())
-    assert node.unhealthy() == set()
-
-
-def test_a_policy_that_asks_for_less_brings_a_device_back_at_once() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(94), passed(), passed())
-    node.apply(PolicyChanged(Policy(recovery_clean_probes=2, recovery_quiet_ns=0)))
-    assert node.unhealthy() == set()
-
-
-# Classes
-
-
-@pytest.mark.parametrize("code", [79, 48, 74, 54, 151, 64, 200])
-def test_clean_probes_and_time_alone_never_bring_a_broken_device_back(code: int) -> None:
-    node = healthy_node(gpu(0), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
-    node.apply(xid(code))
-    for _ in range(10):
-        node.after(3600 * S, passed())
-    assert node.unhealthy() == {U0}
-
-
-@pytest.mark.parametrize("code", [54, 78, 151, 64])
-def test_a_reset_does_not_bring_back_what_needs_a_reboot_or_a_person(code: int) -> None:
-    node = healthy_node(gpu(0), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
-    node.apply(xid(code), enumerated(), enumerated(gpu(0)), UNLOADED, ready(), passed())
-    node.after(3600 * S, passed())
-    assert [(item.key.code, item.reset_seen) for item in node.conditions()] == [(code, False)]
 
 
 def test_no_policy_brings_back_what_needs_a_person() -> None:
     node = healthy_node(gpu(0), policy=Policy(recovery_clean_probes=0, recovery_quiet_ns=0))
     node.apply(xid(64), xid(54), xid(79), passed())
     assert len(node.conditions()) == 3
-
-
-@pytest.mark.parametrize("code", [48, 62, 74, 79, 95, 119, 142, 200])
-@pytest.mark.parametrize("evidence", [[enumerated(gpu(1)), enumerated(gpu(0), gpu(1))], [UNLOADED, ready()]])
-def test_after_a_reset_clean_probes_and_quiet_time_bring_a_device_back(
-    code: int, evidence: list[Fact]
-) -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(xid(code), passed(), passed(), passed())
-    node.after(2 * Q, *evidence)
-    assert U0 in node.unhealthy()
-    node.after(S)
-    recovers_by_rule(node)
-
-
-def test_a_driver_that_was_not_unloaded_is_no_reset() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79), MISMATCH, ready(), passed(), passed(), passed())
-    node.after(2 * Q)
-    assert [item.key.code for item in node.conditions()] == [79]
-
-
-def test_a_driver_seen_to_be_unloaded_was_reset_whatever_was_reported_meanwhile() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79), UNLOADED, MISMATCH, ready(), passed(), passed(), passed())
-    node.after(Q)
-    assert node.unhealthy() == set()
-
-
-def test_a_driver_that_turns_out_to_be_unloaded_was_reset() -> None:
-    node = healthy_node(gpu(0))
-    first = DriverUnavailable(UNLOADED.reason, UNLOADED.message, unloaded=False)
-    node.apply(xid(79), first, UNLOADED, ready(), passed(), passed(), passed())
-    node.after(Q)
-    assert node.unhealthy() == set()
-
-
-def test_one_reset_counts_for_one_fault() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(UNLOADED, ready(), passed(), passed(), passed())
-    assert node.state.driver_unloaded is False
-    node.after(Q)
-    assert node.unhealthy() == set()
-    node.apply(xid(79), MISMATCH, ready(), passed(), passed(), passed())
-    node.after(2 * Q)
-    assert node.unhealthy() == {U0}
-
-
-def test_a_fault_after_the_reset_needs_another_one() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79), UNLOADED, ready(), passed(), passed(), xid(79), passed(), passed(), passed())
-    node.after(2 * Q)
-    assert node.unhealthy() == {U0}
 
 
 # A GPU that is not listed
@@ -260,66 +372,14 @@ def test_a_gpu_that_is_not_listed_any_more_stays_in_the_list_as_lost() -> None:
     assert condition.message == "NVML does not list the GPU any more"
 
 
-def test_a_gpu_that_stays_away_is_reported_once() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(enumerated(gpu(1)))
-    before = node.state
-    assert node.after(10 * S, enumerated(gpu(1))) == ()
-    assert node.state is before
-
-
-@pytest.mark.parametrize("others", [[], [gpu(1)]])
-def test_a_gpu_that_is_listed_again_comes_back_by_the_rule_also_when_it_is_the_only_one(
-    others: list[Gpu],
-) -> None:
-    node = healthy_node(gpu(0), *others)
-    node.apply(xid(79))
-    node.after(S, enumerated(*others))
-    node.after(300 * S, enumerated(gpu(0), *others))
-    assert all(item.reset_seen for item in node.conditions())
-    node.after(S)
-    recovers_by_rule(node)
-
-
-def test_listing_a_gpu_that_is_back_once_more_does_not_begin_its_recovery_anew() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(enumerated(), enumerated(gpu(0)), passed(), passed(), enumerated(gpu(0)), passed())
-    node.after(Q)
-    assert node.unhealthy() == set()
-
-
 def test_a_gpu_that_goes_away_again_while_it_recovers_begins_anew() -> None:
     node = healthy_node(gpu(0))
     node.apply(enumerated(), enumerated(gpu(0)), passed(), passed(), passed())
     node.after(S, enumerated())
     (condition,) = node.conditions()
     assert (condition.count, condition.reset_seen, condition.clean_probes) == (2, False, 0)
-    node.after(2 * Q, enumerated(gpu(0)))
-    recovers_by_rule(node)
-
-
-def test_a_gpu_that_was_not_listed_had_no_clean_probes_in_a_row() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(xid(94), passed(), passed(), enumerated(gpu(1)))
-    assert {item.clean_probes for item in node.conditions()} == {0}
-
-
-def test_a_probe_that_was_under_way_when_the_gpu_went_is_no_sign_of_health() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(xid(94), enumerated(gpu(1)))
-    before = node.state
-    assert node.apply(passed()) == ()
-    assert node.state is before
-    node.apply(overdue(), passed())
-    assert node.state.overdue == {}
-
-
-def test_a_driver_reload_does_not_bring_back_a_gpu_that_is_not_listed() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(enumerated(gpu(1)), UNLOADED, ready(), enumerated(gpu(1)))
-    for _ in range(5):
-        node.after(Q, passed(U1))
-    assert node.unhealthy() == {U0}
+    node.after(2 * QUIET, enumerated(gpu(0)))
+    node.follow(*BACK)
 
 
 def test_a_gpu_lost_in_an_earlier_process_and_listed_in_this_one_was_reset() -> None:
@@ -328,7 +388,7 @@ def test_a_gpu_lost_in_an_earlier_process_and_listed_in_this_one_was_reset() -> 
     again = node.restarted(after_ns=10 * S)
     again.apply(ready(), enumerated(gpu(0), gpu(1)), passed(U1))
     assert again.unhealthy() == {U0}
-    recovers_by_rule(again)
+    again.follow(*BACK)
 
 
 def test_a_gpu_that_was_listed_all_the_time_was_not_reset_by_a_restart_of_the_agent() -> None:
@@ -336,11 +396,11 @@ def test_a_gpu_that_was_listed_all_the_time_was_not_reset_by_a_restart_of_the_ag
     node.apply(xid(79))
     again = node.restarted()
     again.apply(ready(), enumerated(gpu(0)), passed(), passed(), passed())
-    again.after(2 * Q)
+    again.after(2 * QUIET)
     assert again.unhealthy() == {U0}
 
 
-# Calls that fail, and calls that hang
+# Calls that fail, calls that hang, and the driver as a whole
 
 
 @pytest.mark.parametrize(
@@ -368,13 +428,6 @@ def test_a_return_code_has_its_reason_and_recovery(code: int, reason: Reason, re
     )
 
 
-def test_a_gpu_whose_first_poll_fails_has_a_verdict() -> None:
-    node = Node()
-    node.apply(ready(), enumerated(gpu(0)), failed())
-    assert node.health() == {U0: Health.UNHEALTHY}
-    assert node.state.probed == {U0}
-
-
 def test_a_call_that_hangs_makes_its_gpu_unhealthy_and_is_named() -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(overdue())
@@ -383,30 +436,6 @@ def test_a_call_that_hangs_makes_its_gpu_unhealthy_and_is_named() -> None:
     assert condition.reason is Reason.NVML_TIMEOUT
     assert condition.message == "NVML call nvmlDeviceGetMemoryInfo did not answer within 5 s"
     assert not node.state.hung
-
-
-def test_a_gpu_whose_first_call_hangs_has_a_verdict() -> None:
-    node = Node()
-    node.apply(ready(), enumerated(gpu(0)), overdue())
-    assert node.health() == {U0: Health.UNHEALTHY}
-    assert node.state.probed == {U0}
-
-
-def test_the_quiet_time_of_a_hang_counts_from_its_end() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(overdue())
-    node.after(3600 * S)
-    recovers_by_rule(node)
-
-
-def test_a_probe_broken_by_a_hang_is_no_clean_one() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(94), passed(), passed(), overdue(), passed())
-    node.after(2 * Q)
-    assert {item.clean_probes for item in node.conditions()} == {1}
-
-
-# The driver as a whole
 
 
 def test_two_calls_that_hang_at_once_are_a_driver_that_hangs() -> None:
@@ -429,60 +458,6 @@ def test_a_node_wide_call_that_hangs_is_a_driver_that_hangs() -> None:
     }
 
 
-def test_probes_that_pass_while_the_driver_hangs_do_not_count_for_it() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(DriverCallOverdue("init", deadline_ns=5 * S))
-    for _ in range(10):
-        node.after(Q, passed())
-    assert len(node.unhealthy()) == 2
-    node.apply(DriverCallAnswered("init"))
-    recovers_by_rule(node)
-
-
-def test_the_driver_hangs_no_more_when_only_one_call_still_does() -> None:
-    node = healthy_node(gpu(0), gpu(1), gpu(2))
-    node.apply(overdue(U0), overdue(U1))
-    node.after(S, passed(U0))
-    assert not node.state.hung
-    third = gpu(2).uuid
-    node.apply(passed(third), passed(third), passed(third))
-    node.after(Q)
-    assert node.unhealthy() == {U0, U1}
-
-
-def test_a_hang_ends_when_the_calls_come_back_and_each_gpus_next_probe_counts() -> None:
-    node = healthy_node(gpu(0), gpu(1), gpu(2))
-    node.apply(overdue(U0), overdue(U1), answered(U0), answered(U1))
-    assert not node.state.hung
-    assert {*node.health().values()} == {Health.UNHEALTHY}
-    node.apply(*[passed(each.uuid) for _ in range(3) for each in (gpu(0), gpu(1), gpu(2))])
-    node.after(Q)
-    assert node.unhealthy() == set()
-
-
-def test_a_call_that_comes_back_is_no_clean_probe() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(overdue(U0), answered(U0), passed(), passed(), answered(U0))
-    node.after(Q)
-    assert node.unhealthy() == {U0}
-    node.apply(passed())
-    node.after(Q)
-    assert node.unhealthy() == set()
-
-
-def test_an_error_also_ends_a_hang() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(overdue(U0), overdue(U1), failed(U0))
-    assert not node.state.hung
-    assert node.state.overdue.keys() == {U1}
-
-
-def test_a_gpu_found_while_the_driver_hangs_is_unhealthy_too() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(overdue(U0), overdue(U1), enumerated(gpu(0), gpu(1), gpu(2)), passed(gpu(2).uuid))
-    assert node.health()[gpu(2).uuid] is Health.UNHEALTHY
-
-
 def test_a_driver_that_hangs_again_while_it_recovers_begins_anew() -> None:
     node = healthy_node(gpu(0))
     node.apply(DriverCallOverdue("init", 5 * S), DriverCallAnswered("init"), passed(), passed(), passed())
@@ -491,22 +466,7 @@ def test_a_driver_that_hangs_again_while_it_recovers_begins_anew() -> None:
     (condition,) = node.conditions()
     assert (condition.count, condition.message) == (2, "The driver does not answer wait")
     node.apply(DriverCallAnswered("wait"))
-    recovers_by_rule(node)
-
-
-def test_a_driver_that_goes_away_hangs_no_more_but_recovers_by_the_rule() -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(overdue(U0), overdue(U1))
-    node.after(3600 * S, UNLOADED)
-    assert not node.state.hung
-    node.apply(ready())
-    recovers_by_rule(node)
-
-
-def test_a_node_wide_call_is_not_overdue_any_more_when_the_driver_went_away() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(DriverCallOverdue("init", 5 * S), UNLOADED)
-    assert not node.state.hung
+    node.follow(*BACK)
 
 
 @pytest.mark.parametrize("fact", [UNLOADED, MISMATCH])
@@ -516,33 +476,6 @@ def test_without_a_driver_every_gpu_is_unhealthy(fact: DriverUnavailable) -> Non
     assert len(node.unhealthy()) == 2
     assert {(item.reason, item.message) for item in node.conditions()} == {(fact.reason, fact.message)}
     assert node.state.driver.ready is False
-
-
-def test_the_quiet_time_of_a_driver_that_was_away_counts_from_its_return() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(UNLOADED)
-    for _ in range(100):
-        node.after(S, UNLOADED)
-    node.apply(ready())
-    recovers_by_rule(node)
-
-
-def test_a_driver_that_stays_away_is_reported_once() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(UNLOADED)
-    before = node.state
-    assert node.after(S, UNLOADED) == ()
-    assert node.state is before
-
-
-def test_a_probe_that_was_under_way_when_the_driver_went_is_no_sign_of_health() -> None:
-    node = healthy_node(gpu(0), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
-    node.apply(UNLOADED)
-    before = node.state
-    assert node.apply(passed()) == ()
-    assert node.state is before
-    node.apply(ready(), passed())
-    assert node.unhealthy() == set()
 
 
 def test_no_gpu_is_known_before_the_driver_is_there() -> None:
@@ -621,34 +554,6 @@ def test_an_instance_of_a_gpu_without_mig_is_the_gpu() -> None:
     assert node.unhealthy() == {U0}
 
 
-# Two sources
-
-
-def test_the_same_xid_from_two_sources_within_two_seconds_is_one_fault() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79))
-    node.after(2 * S, xid(79, source=KMSG))
-    assert node.state.xids == {U0: {79: 1}}
-    (condition,) = node.conditions()
-    assert (condition.key.source, condition.count) == (NVML, 1)
-
-
-def test_after_two_seconds_another_source_reports_another_fault() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79))
-    node.after(2 * S + 1, xid(79, source=KMSG))
-    assert node.state.xids == {U0: {79: 2}}
-    assert [item.key.source for item in node.conditions()] == [NVML, KMSG]
-
-
-def test_the_same_source_may_report_as_often_as_it_likes() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(xid(79), xid(79, count=2))
-    node.after(MS, xid(79))
-    assert node.state.xids == {U0: {79: 4}}
-    assert [item.count for item in node.conditions()] == [4]
-
-
 def test_other_xids_and_other_gpus_are_other_faults() -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(xid(79), xid(48, source=KMSG), xid(79, U1, source=KMSG))
@@ -670,11 +575,11 @@ def test_an_unhealthy_gpu_is_unhealthy_from_the_start_of_the_next_process() -> N
 def test_clean_probes_of_an_earlier_process_do_not_count() -> None:
     node = healthy_node(gpu(0))
     node.apply(xid(94), passed(), passed(), passed())
-    again = node.restarted(after_ns=Q)
+    again = node.restarted(after_ns=QUIET)
     again.apply(Tick())
     assert again.health() == {U0: Health.UNHEALTHY}
     again.apply(ready(), enumerated(gpu(0)))
-    recovers_by_rule(again)
+    again.follow(*BACK)
 
 
 def test_what_was_kept_of_gpus_that_are_not_known_touches_no_other() -> None:

@@ -34,6 +34,7 @@ from tests.core.build import (
     U0,
     U1,
     U3,
+    UNLOADED,
     Node,
     S,
     enumerated,
@@ -50,7 +51,6 @@ from tests.core.build import (
 from tests.core.polls import NOTHING, bad, blind_poll, poll, read, reasons
 
 Q = 60 * S
-UNLOADED = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "The NVIDIA driver is not loaded", unloaded=True)
 
 C2 = Policy(recovery_clean_probes=3, recovery_quiet_ns=0, sticky_after=3, sticky_window_ns=60 * S)
 """The settings of case C2; a poll is a second."""

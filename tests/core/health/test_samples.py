@@ -14,9 +14,8 @@ from agent.core.health.samples import (
     Window,
     evaluate,
 )
-from agent.model.facts import NVML, DriverUnavailable, GpuSampled
+from agent.model.facts import NVML, GpuSampled
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
-from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
 from agent.model.structs import replace
 from tests.core.build import U0, U1, Node, S, enumerated, failed, gpu, healthy_node, passed, place, ready
@@ -285,21 +284,6 @@ def test_readings_are_published_as_they_are() -> None:
     assert [view.sample for view in node.snapshot().gpus] == [sample(pcie_replays=7), None]
     node.apply(GpuSampled(U0, NOTHING))
     assert node.snapshot().gpus[0].sample == NOTHING
-
-
-def test_readings_of_an_unknown_gpu_change_nothing() -> None:
-    node = healthy_node(gpu(0))
-    before = node.state
-    assert node.apply(read(GpuUuid("GPU-9"), recovery_action=1)) == ()
-    assert node.state is before
-
-
-def test_readings_that_were_taken_before_the_driver_went_change_nothing() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "gone"))
-    before = node.state
-    assert node.apply(read(recovery_action=1)) == ()
-    assert node.state is before
 
 
 # What brings a GPU back
