@@ -95,9 +95,9 @@ class Assembly:
             inbox=self.inbox,
             library=LibraryLocation(
                 path=Path(settings.nvml_library) if settings.nvml_library else None,
-                driver_root=self._driver_root,
+                driver_root=self.driver_root,
             ),
-            dev_root=self._dev,
+            dev_root=self.dev_root,
             sys_root=Path(settings.sys_root),
             proc_root=Path(settings.proc_root),
             clock=self.clock,
@@ -181,8 +181,8 @@ class Assembly:
             latest=self.latest,
             sys_root=Path(self.settings.sys_root),
             proc_root=Path(self.settings.proc_root),
-            dev_root=self._dev,
-            sees_new_nodes=not self.is_in_container or self._dev != _OWN_DEV,
+            dev_root=self.dev_root,
+            sees_new_nodes=not self.is_in_container or self.dev_root != _OWN_DEV,
             clock=self.clock,
             period_ns=self.settings.poll_ns,
             probe_layout=self._probe_layout,
@@ -339,12 +339,12 @@ class Assembly:
         return mounted if self.is_in_container and mounted.is_dir() else None
 
     @property
-    def _driver_root(self) -> Path:
+    def driver_root(self) -> Path:
         """Where the driver is installed, as this process sees it."""
         return self._mounted or Path(self.settings.driver_root)
 
     @property
-    def _dev(self) -> Path:
+    def dev_root(self) -> Path:
         """Where the node's device nodes are, as this process sees them."""
         of_settings = Path(self.settings.dev_root, "dev")
         if not self.is_in_container:

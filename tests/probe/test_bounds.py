@@ -140,7 +140,7 @@ def test_a_process_whose_row_was_evicted_has_no_second_share(
     with Caller(GREEDY, gpu, MAX_OBJECTS_EACH) as caller:
         made = [one for one in probe.read_objects() if one.tgid == caller.pid]
         probe.forget_objects([(made[0].client, made[0].handle, made[0].at_ns)])
-        assert syscalls.map_delete(probe._maps["processes"], PROCESS_KEY.pack(caller.pid))
+        assert syscalls.map_delete(probe.maps["processes"], PROCESS_KEY.pack(caller.pid))
 
         probe.watch(one for one in probe.scan().held if one.tgid == caller.pid)
         caller.resume()
@@ -160,7 +160,7 @@ def test_a_reused_pid_starts_a_new_row(core: dict[str, Any], load_probe: LoadPro
         row = bytearray(encode_process(1, 7, 8))
         struct.pack_into("=Q", row, 32, 99)
         struct.pack_into("=Q", row, 48, 1000)
-        syscalls.map_update(probe._maps["processes"], PROCESS_KEY.pack(caller.pid), bytes(row))
+        syscalls.map_update(probe.maps["processes"], PROCESS_KEY.pack(caller.pid), bytes(row))
 
         caller.resume()
         (now,) = [one for one in probe.read_processes() if one.tgid == caller.pid]
@@ -171,10 +171,10 @@ def test_a_reused_pid_starts_a_new_row(core: dict[str, Any], load_probe: LoadPro
 
 def test_objects_beyond_the_room_are_counted(core: dict[str, Any], load_probe: LoadProbe, gpu: Path) -> None:
     probe = load_probe(**core)
-    room = syscalls.map_info(probe._maps["objects"]).max_entries
+    room = syscalls.map_info(probe.maps["objects"]).max_entries
     assert room == 65_536
     for handle in range(room):
-        syscalls.map_update(probe._maps["objects"], OBJECT_KEY.pack(1, handle), OBJECT.pack(*[0] * 9))
+        syscalls.map_update(probe.maps["objects"], OBJECT_KEY.pack(1, handle), OBJECT.pack(*[0] * 9))
 
     with Caller(CONTEXTS, gpu, 11) as caller:
         assert probe.read_statistics().objects_full == 11
@@ -187,7 +187,7 @@ def test_a_large_map_is_read_whole(core: dict[str, Any], load_probe: LoadProbe) 
     probe = load_probe(**core)
     keys = {(client, handle) for client in range(100) for handle in range(100)}
     for key in keys:
-        syscalls.map_update(probe._maps["objects"], OBJECT_KEY.pack(*key), OBJECT.pack(*[0] * 9))
+        syscalls.map_update(probe.maps["objects"], OBJECT_KEY.pack(*key), OBJECT.pack(*[0] * 9))
 
     assert sorted((one.client, one.handle) for one in probe.read_objects()) == sorted(keys)
 

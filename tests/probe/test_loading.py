@@ -733,7 +733,7 @@ from agent.probe import syscalls
 from agent.probe.loading import load
 from agent.probe.request import Doubles, Request
 probe = asyncio.run(load(Request(tier="syscalls", doubles=Doubles(nvidia_major=1), **{loader!r})))
-print(syscalls.map_info(probe._maps["objects"]).number, flush=True)
+print(syscalls.map_info(probe.maps["objects"]).number, flush=True)
 os.kill(os.getpid(), 9)
 """
     done = subprocess.run(

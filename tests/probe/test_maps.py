@@ -101,7 +101,7 @@ def test_a_reused_pid_has_all_of_its_share(own: Probe, gpu: Path) -> None:
         # An earlier process of this number, and what was taken out for it.
         key = PROCESS_KEY.pack(caller.pid)
         earlier = PROCESS.pack(1, 7, 8, 8, 9, *[0] * 15, MAX_OBJECTS_EACH)
-        syscalls.map_update(own._maps["processes"], key, earlier)
+        syscalls.map_update(own.maps["processes"], key, earlier)
 
         caller.resume()
 
@@ -113,11 +113,11 @@ def test_deleted_processes_leave_no_row(own: Probe, gpu: Path) -> None:
     with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nwait()\n", gpu) as caller:
         (made,) = objects(own, caller.pid)
         own.forget_objects([(made.client, made.handle, made.at_ns)])
-        assert syscalls.map_rows(own._maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 1
+        assert syscalls.map_rows(own.maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 1
 
         own.forget_processes([(caller.pid, made.start_ticks)])
 
-        assert syscalls.map_rows(own._maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 0
+        assert syscalls.map_rows(own.maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 0
 
 
 def test_deleted_objects_of_an_exited_process_leave_no_row(own: Probe, gpu: Path) -> None:
@@ -129,13 +129,13 @@ def test_deleted_objects_of_an_exited_process_leave_no_row(own: Probe, gpu: Path
     own.forget_objects([(second.client, second.handle, second.at_ns)])
 
     assert objects(own, caller.pid) == []
-    assert syscalls.map_rows(own._maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 0
+    assert syscalls.map_rows(own.maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 0
 
 
 def test_an_object_that_finds_no_room_sends_no_event(own: Probe, gpu: Path) -> None:
-    room = syscalls.map_info(own._maps["objects"]).max_entries
+    room = syscalls.map_info(own.maps["objects"]).max_entries
     for handle in range(room):
-        syscalls.map_update(own._maps["objects"], OBJECT_KEY.pack(1, handle), OBJECT.pack(*[0] * 9))
+        syscalls.map_update(own.maps["objects"], OBJECT_KEY.pack(1, handle), OBJECT.pack(*[0] * 9))
 
     pid = ran(OPENED + "alloc(fd, 7, CONTEXT)", gpu)
 

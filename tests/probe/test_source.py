@@ -343,7 +343,7 @@ def put_ended(followed: Followed, pids: Iterable[int]) -> None:
     row = bytearray(encode_process(1, 7, 8))
     struct.pack_into("=Q", row, 32, 9)
     for pid in pids:
-        syscalls.map_update(followed.source.probe._maps["processes"], PROCESS_KEY.pack(pid), bytes(row))
+        syscalls.map_update(followed.source.probe.maps["processes"], PROCESS_KEY.pack(pid), bytes(row))
 
 
 def contexts(usage: Usage, pid: int) -> int:

@@ -30,20 +30,20 @@ def assembly(tmp_path: Path, *, is_in_container: bool, **flags: str) -> Assembly
 def test_on_a_node_roots_are_where_they_are_set(tmp_path: Path) -> None:
     (tmp_path / "mounted" / "dev").mkdir(parents=True)
     made = assembly(tmp_path, is_in_container=False)
-    assert (made._driver_root, made._dev) == (tmp_path / "host-driver", tmp_path / "host-driver" / "dev")
-    assert assembly(tmp_path, is_in_container=False, dev_root="/")._dev == Path("/dev")
+    assert (made.driver_root, made.dev_root) == (tmp_path / "host-driver", tmp_path / "host-driver" / "dev")
+    assert assembly(tmp_path, is_in_container=False, dev_root="/").dev_root == Path("/dev")
 
 
 def test_in_a_container_the_driver_is_where_it_is_mounted(tmp_path: Path) -> None:
     (tmp_path / "mounted" / "dev").mkdir(parents=True)
     made = assembly(tmp_path, is_in_container=True)
-    assert (made._driver_root, made._dev) == (tmp_path / "mounted", tmp_path / "mounted" / "dev")
+    assert (made.driver_root, made.dev_root) == (tmp_path / "mounted", tmp_path / "mounted" / "dev")
 
 
 def test_a_container_without_the_driver_root_uses_the_dev_root_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "given" / "dev").mkdir(parents=True)
     made = assembly(tmp_path, is_in_container=True, driver_root="/", dev_root=str(tmp_path / "given"))
-    assert (made._driver_root, made._dev) == (Path("/"), tmp_path / "given" / "dev")
+    assert (made.driver_root, made.dev_root) == (Path("/"), tmp_path / "given" / "dev")
 
 
 @pytest.mark.parametrize("is_mounted", [True, False])
@@ -52,4 +52,4 @@ def test_a_container_that_has_no_device_nodes_of_the_node_has_its_own(
 ) -> None:
     if is_mounted:
         (tmp_path / "mounted").mkdir()
-    assert assembly(tmp_path, is_in_container=True)._dev == Path("/dev")
+    assert assembly(tmp_path, is_in_container=True).dev_root == Path("/dev")

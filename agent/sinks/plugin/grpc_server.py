@@ -98,7 +98,7 @@ class BoundedServer:
         self._bounds = bounds or Bounds()
         self._uids = frozenset({0, os.geteuid()}) if uids is None else uids
         self.load: Final = Load()
-        self._live: dict[BoundedConnection, None] = {}
+        self.live: dict[BoundedConnection, None] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self._acceptable = asyncio.Event()
@@ -178,11 +178,11 @@ class BoundedServer:
                 about(uid=uid),
             )
             return False
-        if len(self._live) >= self._bounds.connections:
+        if len(self.live) >= self._bounds.connections:
             self.load.rejected["full"] += 1
             peer_log.warning(
                 "Rejected a connection to the plugin's socket: %(connections)s are open",
-                about(connections=len(self._live)),
+                about(connections=len(self.live)),
             )
             return False
         return True
@@ -197,15 +197,15 @@ class BoundedServer:
         )
 
     def _remember(self, connection: BoundedConnection) -> None:
-        self._live[connection] = None
+        self.live[connection] = None
         self._empty.clear()
         if self._is_closing:
             connection.close()
             connection.abort()
 
     def _forget(self, connection: BoundedConnection) -> None:
-        self._live.pop(connection, None)
-        if not self._live:
+        self.live.pop(connection, None)
+        if not self.live:
             self._empty.set()
 
     async def drain(self, grace_s: float) -> None:
@@ -239,7 +239,7 @@ class BoundedServer:
             await asyncio.wait(calls, timeout=left_s)
 
     def _running(self) -> set[asyncio.Task[None]]:
-        return {task for connection in self._live for task in connection.handler.running()}
+        return {task for connection in self.live for task in connection.handler.running()}
 
     def _stop_accepting(self) -> None:
         self._is_closing = True
@@ -255,14 +255,14 @@ class BoundedServer:
         self._abort_connections()
 
     def _end_connections(self) -> None:
-        for connection in list(self._live):
+        for connection in list(self.live):
             connection.close()
 
     def _abort_connections(self) -> None:
-        for connection in list(self._live):
+        for connection in list(self.live):
             connection.abort()
 
     @property
     def connections(self) -> int:
         """How many are open now."""
-        return len(self._live)
+        return len(self.live)

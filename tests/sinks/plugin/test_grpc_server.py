@@ -385,7 +385,7 @@ async def test_a_call_cancelled_before_it_began_is_released(path: Path) -> None:
         client.h2.reset_stream(stream_id)
         await client.flush()
         await wait_until(server, lambda now: (now.load.resets, now.load.calls) == (1, 0))
-        [connection] = server._live
+        [connection] = server.live
         assert not connection.processor.streams
         assert not connection.handler._tasks
 
@@ -507,7 +507,7 @@ async def test_a_peer_that_sends_but_does_not_read_is_not_read_either(path: Path
             except BlockingIOError:
                 blocked_turns += 1
             await asyncio.sleep(0.001)
-        connection = next(iter(server._live))
+        connection = next(iter(server.live))
         assert connection._transport.get_write_buffer_size() <= Bounds().unsent_bytes
         assert sent < 4 * 2**20
         assert not server.load.cuts
@@ -717,7 +717,7 @@ async def test_no_call_is_left_when_its_peer_stopped_reading_took_it_back_and_di
         stream_id = await open_stream(client, FLOOD)
         await service.held.wait()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        connection = next(iter(server._live))
+        connection = next(iter(server.live))
         await wait_stuck(connection)
         # As if it had been read just before the server stopped reading.
         client.h2.reset_stream(stream_id)
