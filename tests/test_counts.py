@@ -27,14 +27,13 @@ NOT_COUNTS = {
     "agent/sinks/plugin/grpc_bounds.py": {"_held"},
     "agent/sinks/eventlog.py": {"_unreported"},
     "agent/sinks/cdi/file_tree.py": {"_calls"},
-    "agent/sources/kmsg_recent.py": {"_count"},
+    "agent/sources/kmsg.py": {"_count"},
     "agent/sources/nvml/gpu_watcher.py": {"requested"},
     "agent/sources/nvml/source.py": {"_open_inits"},
     "agent/sources/nvml/events.py": {"_users", "_runs"},
     "agent/views/events.py": {"_last"},
     "agent/log.py": {"count", "suppressed"},
-    "agent/commands/call_lines.py": {"calls"},
-    "agent/commands/trace.py": {"_unshown"},
+    "agent/commands/trace.py": {"_unshown", "calls"},
 }
 """Attributes that are numbered or counted down, or of one message: no history anybody would ask for."""
 

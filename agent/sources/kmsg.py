@@ -12,7 +12,7 @@ Guarantees:
    is emitted.
 3. The loop never stalls: reads do not block, a turn handles MAX_RECORDS_PER_TURN records, and a thread of
    its own reads the backlog.
-4. Memory is bounded: kmsg_recent.RECENT_LINES lines, MAX_RECORD_BYTES of an incomplete record.
+4. Memory is bounded: RECENT_LINES lines, MAX_RECORD_BYTES of an incomplete record.
 
 *Cost:* nothing while the log is quiet. A record takes about 10 microseconds, at the start once also for
 each record of the log (some ten thousand). There is no period; a line is emitted within a turn of the loop.
@@ -25,6 +25,7 @@ Source: kernel Documentation/ABI/testing/dev-kmsg.
 import asyncio
 import logging
 import os
+import re
 import socket
 import stat
 from collections import deque
@@ -36,6 +37,7 @@ import msgspec
 
 from agent import guard
 from agent.bus import Inbox
+from agent.core.shares import Shares
 from agent.counts import Count
 from agent.errors import SourceError
 from agent.log import about
@@ -49,7 +51,6 @@ from agent.model.facts import (
     UvmErrorSeen,
 )
 from agent.model.policy import SECOND_NS
-from agent.sources.kmsg_recent import RecentLines
 from agent.sources.kmsg_records import (
     MAX_ADDRESSES,
     Line,
@@ -484,3 +485,34 @@ def _read_backlog(path: Path) -> _Backlog:
     finally:
         os.close(descriptor)
     return _Backlog(earlier, kept.all(), newest)
+
+
+RECENT_LINES: Final = 200
+
+_XID: Final = re.compile(r"Xid \(PCI:([^)]{1,32})\): ([0-9]{1,10})")
+
+
+class RecentLines:
+    """Lines in the order of the log, with a share for each device and XID."""
+
+    def __init__(self, capacity: int = RECENT_LINES) -> None:
+        self._lines: Shares[tuple[str, ...], int, str] = Shares(capacity)
+        self._count = 0
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Append lines; at capacity, evict the oldest line of the largest share."""
+        for line in lines:
+            found = _XID.search(line)
+            self._count += 1
+            self._lines.put(() if found is None else found.groups(), self._count, line)
+
+    def add_before(self, lines: Iterable[str]) -> None:
+        """Insert lines of an earlier time before the present ones."""
+        later = self.all()
+        self._lines = Shares(self._lines.total)
+        self.add(lines)
+        self.add(later)
+
+    def all(self) -> tuple[str, ...]:
+        """Return the lines, the oldest first."""
+        return tuple(entry.value for entry in self._lines)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from agent.commands.findings import MAX_PROCESSES, involved_processes, places
+from agent.commands.status import MAX_PROCESSES, involved_processes, places
 
 GPUS: list[dict[str, Any]] = [
     {"uuid": "GPU-a", "index": 0, "pci": "0000:1b:00.0", "present": True},

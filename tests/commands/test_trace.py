@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import pytest
 
 from agent import cli
-from agent.commands import call_lines
-from agent.commands.call_lines import Summary, json_of, line_of, span
+from agent.commands import trace
+from agent.commands.trace import Summary, json_of, line_of, span
 from agent.probe.driver_calls import DriverCall
 
 MOMENT = datetime(2026, 11, 30, 9, 14, 2, 345_678, tzinfo=UTC)
@@ -54,7 +54,7 @@ def test_titles_stand_above_their_columns() -> None:
     shown = line(CALL)
 
     for title, text in (("TOOK", "35.0us"), ("DEVICE", "nvidiactl"), ("CALL", "RM_ALLOC")):
-        at = call_lines.TITLES.index(title)
+        at = trace.TITLES.index(title)
         assert text in shown[max(0, at - 2) : at + len(text) + 2]
 
 
@@ -123,7 +123,7 @@ def test_the_summary_lists_the_largest_total_first() -> None:
 
 
 def test_the_rows_of_a_summary_are_bounded_and_every_call_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_lines, "MAX_ROWS", 3)
+    monkeypatch.setattr(trace, "MAX_ROWS", 3)
     summary = Summary()
     for number in range(10):
         summary.add(replace(CALL, name="RM_CONTROL", about=f"{number:#010x}"))

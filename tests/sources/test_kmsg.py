@@ -25,10 +25,10 @@ from agent.sources.kmsg import (
     KERNEL_LOG_PATH,
     MAX_RECORD_BYTES,
     MAX_RECORDS_PER_TURN,
+    RECENT_LINES,
     EarlierLines,
     KernelLogSource,
 )
-from agent.sources.kmsg_recent import RECENT_LINES
 from agent.sources.kmsg_records import RepairLine, XidLine
 from tests.harness import short_directory
 from tests.sources.recorder import Recorder, until

@@ -54,15 +54,16 @@ from agent.sources.ebpf.process_exits import ProcessExits
 from agent.sources.ebpf.reading import (
     MAX_ENDED,
     StaleRows,
+    Unseen,
     evaluate_calls,
     forget,
+    has_exited,
     map_of,
     read,
     view_of,
 )
 from agent.sources.ebpf.rounds import EbpfSettings, Losses, Rounds
 from agent.sources.ebpf.scheduler import StepScheduler
-from agent.sources.ebpf.unseen import Unseen, has_exited
 from agent.sources.ebpf.unsent import PostponedScans, Unsent
 from agent.sources.processes import NoReading, read_process
 from agent.threads import DaemonThread
