@@ -189,3 +189,18 @@ def works(check: str, copy: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+def test_the_paths_in_the_architecture_name_what_there_is() -> None:
+    """The functions that a reader follows from a fault to the socket are where the document has them."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    paths = text.partition("## Two paths")[2].partition("\n## ")[0]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "agent").rglob("*.py"))
+    names = {name.rpartition(".")[2] for name in re.findall(r"`([A-Za-z_.]+)`", paths)} - {
+        "py",
+        "c",
+        "send_message",
+    }
+    assert len(names) > 30
+    missing = {name for name in names if not re.search(rf"(?:def|class) {name}\b", source)}
+    assert missing - {"handlers", "changes", "step", "Latest"} == set()
