@@ -4,10 +4,10 @@ import pytest
 
 from agent.model.facts import (
     SYSFS,
-    UEVENTS,
     DeviceNodesSeen,
     DriverModuleSeen,
     DriverReleased,
+    Fact,
     GpuRebound,
     PciGpusSeen,
     PolicyChanged,
@@ -16,7 +16,7 @@ from agent.model.facts import (
 )
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
-from agent.model.ids import Placement, SourceName
+from agent.model.ids import Placement
 from agent.model.policy import DeviceListStrategy, Injection, Policy
 from agent.model.snapshot import Finding
 from agent.model.structs import replace
@@ -199,64 +199,36 @@ def count_findings(node: Node) -> list[Finding]:
     return [item for item in node.snapshot().findings if item.reason is Reason.GPU_COUNT_MISMATCH]
 
 
-def test_a_gpu_on_the_bus_that_nvml_does_not_list_is_found_and_named() -> None:
-    node = registered_node(gpu(0), gpu(1))
-    node.apply(PciGpusSeen((gpu(0).pci, gpu(1).pci, gpu(2).pci, gpu(3).pci)))
-    assert count_findings(node) == [
-        Finding(
-            Reason.GPU_COUNT_MISMATCH,
-            "The bus has 4 GPUs for the driver, NVML lists 2: not 0000:12:00.0, 0000:13:00.0",
-        )
-    ]
-    assert not node.snapshot().ready
-    assert node.unhealthy() == set()
+MORE = PciGpusSeen((gpu(0).pci, gpu(1).pci))
 
 
-def test_a_gpu_that_is_listed_again_is_no_finding() -> None:
-    node = registered_node(gpu(0), gpu(1))
-    node.apply(PciGpusSeen((gpu(0).pci, gpu(1).pci)))
-    assert node.snapshot().ready
-    node.apply(enumerated(gpu(1)))
-    assert [item.message for item in count_findings(node)] == [
-        "The bus has 2 GPUs for the driver, NVML lists 1: not 0000:10:00.0"
-    ]
-    node.apply(enumerated(gpu(0), gpu(1)))
-    assert count_findings(node) == []
-
-
-def test_a_gpu_that_nvml_lists_and_the_bus_has_not_is_no_finding() -> None:
-    node = registered_node(gpu(0), gpu(1))
-    node.apply(PciGpusSeen((gpu(0).pci,)))
-    assert count_findings(node) == []
-
-
-def test_before_the_bus_was_scanned_there_is_no_finding() -> None:
-    assert count_findings(registered_node(gpu(0))) == []
-
-
-def test_without_a_driver_no_gpus_are_expected_to_be_listed() -> None:
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ([], None),
+        ([MORE], "The bus has 2 GPUs for the driver, NVML lists 1: not 0000:11:00.0"),
+        (
+            [PciGpusSeen(tuple(gpu(number).pci for number in range(3)))],
+            "The bus has 3 GPUs for the driver, NVML lists 1: not 0000:11:00.0, 0000:12:00.0",
+        ),
+        ([MORE, enumerated(gpu(0), gpu(1))], None),
+        ([PciGpusSeen(())], None),
+        (
+            [MORE, enumerated()],
+            "The bus has 2 GPUs for the driver, NVML lists 0: not 0000:10:00.0, 0000:11:00.0",
+        ),
+        ([MORE, UNLOADED], None),
+        ([MORE, ReleaseRequested(frozenset({U0}), 600 * S), DriverReleased()], None),
+    ],
+    ids=["not scanned", "one", "two", "listed again", "not on the bus", "lost", "no driver", "released"],
+)
+def test_a_gpu_on_the_bus_that_nvml_does_not_list_is_found_and_named(
+    facts: list[Fact], message: str | None
+) -> None:
     node = registered_node(gpu(0))
-    node.apply(PciGpusSeen((gpu(0).pci, gpu(1).pci)), UNLOADED)
-    assert count_findings(node) == []
-
-
-def test_while_the_driver_is_released_no_gpus_are_expected_to_be_listed() -> None:
-    node = registered_node(gpu(0))
-    node.apply(PciGpusSeen((gpu(0).pci, gpu(1).pci)))
-    assert count_findings(node) != []
-    node.apply(ReleaseRequested(frozenset({U0}), 600 * S), DriverReleased())
-    assert count_findings(node) == []
-
-
-@pytest.mark.parametrize("source", [UEVENTS, SYSFS])
-def test_a_gpu_that_is_bound_anew_was_reset_and_no_other(source: SourceName) -> None:
-    node = healthy_node(gpu(0), gpu(1))
-    node.apply(xid(79, U0), xid(79, U1), unbound(), replace(bound(), source=source))
-    assert {item.placement.gpu: item.reset_seen for item in node.conditions()} == {U0: True, U1: False}
-    assert recovers(node)
-    node.apply(passed(U1), passed(U1), passed(U1))
-    node.after(QUIET)
-    assert node.unhealthy() == {U1}
+    node.apply(*facts)
+    assert count_findings(node) == ([Finding(Reason.GPU_COUNT_MISMATCH, message)] if message else [])
+    assert not (message and node.snapshot().ready)
 
 
 # What the machine shows, step by step

@@ -14,7 +14,6 @@ from agent.core.health.registration import (
     SOCKET_LOST,
     STREAM_ENDED,
     WAIT_FOR_PROBES,
-    Registration,
 )
 from agent.model.components import ENGINE, LIST_AND_WATCH
 from agent.model.effects import RegisterResource
@@ -76,23 +75,6 @@ def test_nothing_is_registered_before_the_kubelets_socket_exists() -> None:
     assert node.standing().message == NO_SOCKET
 
 
-def test_a_new_kubelet_socket_is_answered_at_once() -> None:
-    node = healthy_node(gpu(0))
-    effects = node.after(S, KubeletSocketSeen(K1))
-    assert RegisterResource(GPU, 1, K1) in effects
-    assert node.registrations() == [node.now_ns]
-    assert node.standing().phase is RegistrationPhase.REGISTERING
-    assert node.standing().message == ""
-
-
-def test_nothing_is_registered_on_a_node_without_gpus() -> None:
-    node = Node()
-    node.apply(ready(), enumerated(), KubeletSocketSeen(K1))
-    node.after(60 * S)
-    assert node.registrations() == []
-    assert node.state.registrations == {}
-
-
 def test_registration_waits_for_the_first_probe_of_every_gpu() -> None:
     node = Node()
     node.apply(KubeletSocketSeen(K1), ready(), enumerated(gpu(0), gpu(1)), passed(gpu(0).uuid))
@@ -125,14 +107,6 @@ def test_listing_the_same_gpus_again_does_not_prolong_the_wait_for_first_probes(
         assert node.state is before or node.now_ns >= deadline_ns
     node.apply(Tick())
     assert node.registrations() == [deadline_ns]
-
-
-def test_the_core_does_not_ask_to_be_woken_while_a_registration_is_under_way() -> None:
-    node = Node()
-    node.apply(KubeletSocketSeen(K1), ready(), enumerated(gpu(0)))
-    node.after(151 * MS)
-    assert node.standing().phase is RegistrationPhase.REGISTERING
-    assert node.wake_at_ns == node.now_ns + 5 * S
 
 
 # The two clocks
@@ -190,18 +164,6 @@ def test_different_seeds_spread_the_retries() -> None:
         tuple(tries(registering_node(Policy(jitter_seed=seed)), "rejected", 5 * S)) for seed in range(20)
     }
     assert len(spread) > 15
-
-
-def test_the_fast_clock_begins_anew_after_an_answered_error() -> None:
-    node = registering_node()
-    tries(node, "unreachable", 12 * S)
-    node.until(node.wake_at_ns)
-    node.apply(Tick())
-    node.fail_registration("rejected")
-    node.until(node.wake_at_ns)
-    node.apply(Tick())
-    node.fail_registration("unreachable")
-    assert node.wake_at_ns == node.now_ns + 50 * MS
 
 
 def test_a_new_kubelet_is_tried_at_once_and_the_clocks_begin_anew() -> None:
@@ -290,19 +252,6 @@ def test_nothing_of_earlier_trouble_is_left_after_an_accepted_registration() -> 
     assert node.snapshot().resources[0].since_ns == node.now_ns
 
 
-def test_the_fast_clock_begins_anew_after_an_accepted_registration() -> None:
-    node = registering_node()
-    tries(node, "unreachable", 12 * S)
-    node.until(node.wake_at_ns)
-    node.apply(Tick())
-    node.accept()
-    node.end_stream()
-    node.until(node.wake_at_ns)
-    node.apply(Tick())
-    node.fail_registration("unreachable")
-    assert node.wake_at_ns == node.now_ns + 50 * MS
-
-
 def test_a_second_sign_of_the_same_kubelet_socket_changes_nothing() -> None:
     """Case A1, action a."""
     node = registering_node()
@@ -338,6 +287,13 @@ def test_a_replaced_kubelet_that_rejects_is_not_tried_again_at_once() -> None:
     assert node.wake_at_ns >= node.now_ns + 100 * MS
 
 
+def test_a_stream_of_an_earlier_registration_is_none_of_the_next_one() -> None:
+    node = registered_node(gpu(0))
+    node.after(S, KubeletSocketSeen(K2), Registered(GPU, 2, K2, PLUGIN))
+    node.after(11 * S)
+    assert node.registrations()[-1] >= START_NS + 11 * S
+
+
 def test_a_stream_that_ended_is_registered_anew_after_a_tenth_of_a_second() -> None:
     node = registered_node(gpu(0))
     node.after(3 * S)
@@ -348,15 +304,6 @@ def test_a_stream_that_ended_is_registered_anew_after_a_tenth_of_a_second() -> N
     node.after(S)
     (again_ns,) = node.registrations()
     assert 100 * MS <= again_ns - ended_ns <= 120 * MS
-
-
-def test_one_of_two_streams_that_ends_changes_nothing() -> None:
-    node = registered_node(gpu(0))
-    generation = node.standing().generation
-    node.apply(WatchersChanged(GPU, generation, 2), WatchersChanged(GPU, generation, 1))
-    node.after(60 * S)
-    assert node.effects == []
-    assert node.standing().registered
 
 
 def test_a_stream_that_ended_before_the_answer_is_registered_anew() -> None:
@@ -406,13 +353,6 @@ def test_a_registration_without_a_stream_is_made_anew(timeout_ns: int) -> None:
     assert len(node.registrations()) == 2
 
 
-def test_a_stream_of_an_earlier_registration_is_none_of_the_next_one() -> None:
-    node = registered_node(gpu(0))
-    node.after(S, KubeletSocketSeen(K2), Registered(GPU, 2, K2, PLUGIN))
-    node.after(11 * S)
-    assert node.registrations()[-1] >= START_NS + 11 * S
-
-
 def test_a_kubelet_that_drops_every_stream_gets_at_most_12_tries_in_60_s() -> None:
     node = registering_node()
     began_ns = node.now_ns
@@ -459,23 +399,6 @@ def test_answers_of_other_generations_and_resources_change_nothing(late: Fact) -
     assert node.state is before
 
 
-@pytest.mark.parametrize(
-    "late",
-    [
-        Registered(GPU, 1, K1, PLUGIN),
-        RegistrationFailed(GPU, 1, "rejected", "late"),
-        WatchersChanged(GPU, 1, 1),
-        OwnSocketLost(GPU, 1),
-    ],
-)
-def test_answers_of_a_generation_that_was_given_up_change_nothing(late: Fact) -> None:
-    node = registering_node()
-    node.fail_registration("rejected")
-    before = node.state
-    assert node.apply(late) == ()
-    assert node.state is before
-
-
 def test_a_server_that_fails_ends_its_registration() -> None:
     node = registered_node(gpu(0))
     node.after(20 * S)
@@ -488,14 +411,6 @@ def test_a_server_that_fails_ends_its_registration() -> None:
     assert node.wake_at_ns <= node.now_ns + 120 * MS
     node.after(S)
     assert len(node.registrations()) == 1
-
-
-@pytest.mark.parametrize("again", [Registered(GPU, 1, K1, PLUGIN), WatchersChanged(GPU, 1, 1)])
-def test_an_answer_with_what_is_known_changes_nothing(again: Fact) -> None:
-    node = registered_node(gpu(0))
-    before = node.state
-    assert node.apply(again) == ()
-    assert node.state is before
 
 
 def test_a_server_that_was_started_again_by_itself_is_watched_at_its_new_socket() -> None:
@@ -541,32 +456,6 @@ def test_a_kubelet_replaced_while_it_is_asked_is_not_waited_for(*, sent: bool) -
     node.after(60 * S)
     assert len(node.registrations()) == 2
     assert node.standing().registered
-
-
-def test_a_new_kubelet_that_is_asked_before_it_is_seen_is_asked_once() -> None:
-    node = registering_node()
-    node.apply(RegisterSent(GPU, 1, K2, PLUGIN), KubeletSocketSeen(K2))
-    assert len(node.registrations()) == 1
-    assert node.standing().kubelet == node.state.kubelet == K2
-
-
-def test_a_kubelet_that_goes_away_while_registering_stays_away() -> None:
-    node = registering_node()
-    node.apply(KubeletSocketSeen(None))
-    node.accept(kubelet=K1)
-    assert node.state.kubelet is None
-    node.end_stream()
-    node.forget_effects()
-    node.after(60 * S)
-    assert node.registrations() == []
-
-
-def test_a_deleted_kubelet_socket_alone_does_not_end_a_registration() -> None:
-    node = registered_node(gpu(0))
-    node.apply(KubeletSocketSeen(None))
-    node.after(60 * S)
-    assert node.standing().registered
-    assert node.registrations() == []
 
 
 @pytest.mark.parametrize(("late", "behind"), [(False, 0), (True, 0), (False, 1)])
@@ -795,11 +684,6 @@ def test_standings_of_several_resources_are_apart() -> None:
     node.fail_registration("rejected", "no", slices)
     assert node.standing().registered
     assert node.standing(slices).phase is RegistrationPhase.BACKING_OFF
-
-
-def test_a_standing_begins_with_what_it_waits_for() -> None:
-    assert Registration(since_ns=1).message == NO_SOCKET
-    assert not Registration(since_ns=1).registered
 
 
 # What the kubelet gets at a registration only

@@ -340,14 +340,6 @@ def test_a_poll_that_fails_breaks_the_row_of_healthy_ones() -> None:
     }
 
 
-def test_memory_that_could_not_be_repaired_ends_only_by_hand() -> None:
-    node = healthy_node(gpu(0))
-    node.apply(read(rows_failed=True))
-    for _ in range(5):
-        node.after(Q, *poll())
-    assert node.unhealthy() == {U0}
-
-
 def test_the_readings_of_one_gpu_ease_nothing_on_another() -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(read(U0, recovery_action=1), read(U1, recovery_action=1))
