@@ -71,6 +71,8 @@ class Engine:
         self._due_gpus: frozenset[GpuUuid] = frozenset()
         self._wake_at_ns = clock()
         self._pending: deque[Fact] = deque()
+        self._effects: list[Effect] = []
+        """Those to be performed."""
         self._failed: Fact | None = None
         """The fact on which the core failed last."""
 
@@ -80,12 +82,28 @@ class Engine:
             now_ns = self._clock()
             due_ns = self._freshness.due_ns or self._wake_at_ns
             await self._inbox.wait_nonempty(min(self._wake_at_ns, due_ns, now_ns + self._max_idle_ns))
-            self.step_once()
-            for _ in range(TURNS_FOR_PEERS):
-                await asyncio.sleep(0)
+            try:
+                self._step()
+                # The kubelet gets its list before any effect writes a line or wakes a thread.
+                for _ in range(TURNS_FOR_PEERS):
+                    await asyncio.sleep(0)
+            finally:
+                self._perform_effects()
             await asyncio.sleep(GAP_S)
 
     def step_once(self) -> None:
+        """Step through what waits, and perform the effects."""
+        try:
+            self._step()
+        finally:
+            self._perform_effects()
+
+    def _perform_effects(self) -> None:
+        effects, self._effects = self._effects, []
+        for effect in effects:
+            self._perform(effect)
+
+    def _step(self) -> None:
         """Take what waits and step through it; a Tick stands at the end, for what time brings.
 
         A fact that makes the core fail is tried again by the next run, before all others. If it fails again,
@@ -95,25 +113,22 @@ class Engine:
         self._pending.extend(losses)
         self._pending.extend(item.fact for item in batch)
         before = self._state
-        effects: list[Effect] = []
         try:
-            self._step_pending(effects)
-            effects += self._update_freshness()
+            self._step_pending()
+            self._effects += self._update_freshness()
             self._pending.append(Tick())
-            self._step_pending(effects)
+            self._step_pending()
         finally:
             if self._state is not before:
-                # Published before the effects are handed out: what executes one reads the new state.
+                # Published before the effects are performed: what executes one reads the new state.
                 self._latest.publish(snapshot_of(self._state))
-            for effect in effects:
-                self._perform(effect)
         if self._state.due_gpus != self._due_gpus:
             self._due_gpus = self._state.due_gpus
             self._proofs.follow(GPU_PROBER, self._due_gpus, self._probe_terms)
         self._proofs.prove(ComponentId(ENGINE))
         self._after_step(self._clock())
 
-    def _step_pending(self, effects: list[Effect]) -> None:
+    def _step_pending(self) -> None:
         while self._pending:
             fact = self._pending[0]
             try:
@@ -129,7 +144,7 @@ class Engine:
                 stepped = step(self._state, substitute(self._state, fact, error), self._clock())
             self._pending.popleft()
             self._state, new_effects, self._wake_at_ns = stepped
-            effects += new_effects
+            self._effects += new_effects
             component = proven_by(fact)
             if component is not None:
                 self._proofs.prove(component)
