@@ -241,7 +241,10 @@ async def test_a_second_release_lets_go_anew(agent: Agent) -> None:
 async def test_resume_ends_a_release(agent: Agent) -> None:
     await agent.execute("release", gpus=["0"], for_="10m")
     await agent.execute("resume")
-    assert any(isinstance(effect, ResumeDriver) for effect in agent.done)
+    # Answered when it is applied; the effect is performed a moment later.
+    async with asyncio.timeout(60):
+        while not any(isinstance(effect, ResumeDriver) for effect in agent.done):
+            await asyncio.sleep(0)
     with pytest.raises(UsageError, match="nothing to resume"):
         await agent.execute("resume")
 
