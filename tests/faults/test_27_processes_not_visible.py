@@ -63,6 +63,8 @@ async def test_a_node_whose_processes_are_not_visible_is_ready_and_reports_it(
             await wait_allocatable(node.kubelet, 4, capacity=4)
             job = await node.kubelet.run_pod("job-a", "ns1", {"main": {GPU: 1}})
             number = uuids(node).index(job.containers["main"].envs["NVIDIA_VISIBLE_DEVICES"])
+            # With no grace a process is foreign until the kubelet has listed its pod.
+            await agent.wait_answer("/v1/owners", lambda _, body: body["owners"][number]["given_to"])
             await node.processes.start("train", [number], contexts=2, pod="ns1/job-a", memory_mib=4096)
             # NVML lists the process and its memory.
             await agent.wait_answer("/v1/owners", lambda _, body: holders(body, number) != [])
