@@ -70,7 +70,7 @@ class EndedError(Exception):
     """A task returned that must run without end."""
 
 
-async def for_ever(name: str, run: Callable[[], Awaitable[None]]) -> None:
+async def run_forever(name: str, run: Callable[[], Awaitable[None]]) -> None:
     """Run a task within that of the current owner.
 
     Raises EndedError if it returns, so that the other tasks of its group do not continue without it.

@@ -257,7 +257,7 @@ class HttpService:
         self._sink.addresses.clear()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._probe_itself(self._sink), name="http asks itself")
-            await guard.for_ever("http listeners", self._sink.run)
+            await guard.run_forever("http listeners", self._sink.run)
 
     async def _probe_itself(self, sink: "HttpSink") -> None:
         """Ask each listener as a probe does; one that does not answer gives no proof."""

@@ -87,10 +87,10 @@ class KubeletSource:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(
-                    guard.for_ever("kubelet directory", self._watch_directory), name="kubelet directory"
+                    guard.run_forever("kubelet directory", self._watch_directory), name="kubelet directory"
                 )
                 group.create_task(
-                    guard.for_ever("kubelet own sockets", self._watch_own_registrations),
+                    guard.run_forever("kubelet own sockets", self._watch_own_registrations),
                     name="kubelet own sockets",
                 )
         finally:

@@ -135,9 +135,11 @@ class SysfsSource:
         """Scan until cancelled; raises SourceError if the kernel does not answer. No two at once."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(guard.for_ever("sysfs scans", self._scan_periodically), name="sysfs scans")
                 group.create_task(
-                    guard.for_ever("sysfs new nodes", self._ask_for_new_nodes), name="sysfs new nodes"
+                    guard.run_forever("sysfs scans", self._scan_periodically), name="sysfs scans"
+                )
+                group.create_task(
+                    guard.run_forever("sysfs new nodes", self._ask_for_new_nodes), name="sysfs new nodes"
                 )
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None

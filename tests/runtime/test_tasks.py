@@ -70,7 +70,7 @@ async def fails(error: Exception) -> None:
     raise error
 
 
-async def for_ever() -> None:
+async def run_forever() -> None:
     await asyncio.Event().wait()
 
 
@@ -92,7 +92,7 @@ async def test_an_error_that_was_foreseen_ends_the_agent_with_its_own_sentence(b
 
 
 async def test_a_task_that_never_was_can_be_cancelled(bench: Bench) -> None:
-    bench.tasks.start("one", for_ever())
+    bench.tasks.start("one", run_forever())
     await bench.tasks.cancel("one", "never")
     assert "one" in bench.tasks
     assert "never" not in bench.tasks
@@ -117,7 +117,7 @@ async def test_a_source_is_made_once_when_the_registration_is_over(bench: Bench)
 
 
 async def test_a_part_is_shown_in_health_checks(bench: Bench) -> None:
-    bench.tasks.keep_component(SYSFS, "source", for_ever, lambda: "no bus")
+    bench.tasks.keep_component(SYSFS, "source", run_forever, lambda: "no bus")
     (part,) = bench.status.components
     assert (part.check, part.trouble()) == ("source-sysfs", "no bus")
 
@@ -127,7 +127,7 @@ async def test_what_is_kept_in_place_of_another_ends_the_other(bench: Bench) -> 
 
     async def before() -> None:
         try:
-            await for_ever()
+            await run_forever()
         finally:
             ended.set()
 
@@ -135,7 +135,7 @@ async def test_what_is_kept_in_place_of_another_ends_the_other(bench: Bench) -> 
 
     async def instead() -> None:
         after.set()
-        await for_ever()
+        await run_forever()
 
     bench.tasks.keep_component(SYSFS, "source", before)
     await asyncio.sleep(0)

@@ -49,7 +49,12 @@ def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int, *, max_gpu
         first_probes_by_ns=first_probes_by_ns,
     )
     listed = _without_ghosts(listed, max_gpus)
-    return with_nodes(with_maintenance(with_holds(with_advertised(listed, now_ns), now_ns), now_ns), now_ns)
+    return with_nodes(with_devices(listed, now_ns), now_ns)
+
+
+def with_devices(state: State, now_ns: int) -> State:
+    """Return the state with the devices of its GPUs, and what operators asked for them."""
+    return with_maintenance(with_holds(with_advertised(state, now_ns), now_ns), now_ns)
 
 
 def _without_ghosts(state: State, max_gpus: int) -> State:

@@ -3,7 +3,7 @@
 from typing import Final
 
 from agent.core.freshness import unknown_gpus
-from agent.core.health import commands, driver, stability
+from agent.core.health import driver, stability
 from agent.core.health.handlers import Applied, handles
 from agent.core.health.kubelet import with_overdue_lists
 from agent.core.health.state import State, initial_state
@@ -120,9 +120,7 @@ def _with_durable(state: State, durable: Durable, now_ns: int) -> State:
         released_until_ns=state.released_until_ns or kept.released_until_ns,
     )
     known = driver.with_awaited(known, state.present)
-    return commands.with_maintenance(
-        commands.with_holds(driver.with_advertised(known, now_ns), now_ns), now_ns
-    )
+    return driver.with_devices(known, now_ns)
 
 
 @handles(facts.PolicyChanged)

@@ -148,12 +148,12 @@ class CdiSink:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(
-                    guard.for_ever("cdi snapshots", self._follow_snapshots), name="cdi snapshots"
+                    guard.run_forever("cdi snapshots", self._follow_snapshots), name="cdi snapshots"
                 )
                 group.create_task(
-                    guard.for_ever("cdi directory", self._follow_directory), name="cdi directory"
+                    guard.run_forever("cdi directory", self._follow_directory), name="cdi directory"
                 )
-                group.create_task(guard.for_ever("cdi files", self._keep), name="cdi files")
+                group.create_task(guard.run_forever("cdi files", self._keep), name="cdi files")
         finally:
             self._waiter.close()
 

@@ -96,7 +96,7 @@ class Endpoint:
         try:
             async with asyncio.TaskGroup() as tasks:
                 follower = tasks.create_task(
-                    guard.for_ever(LIST_AND_WATCH, self.service.follow),
+                    guard.run_forever(LIST_AND_WATCH, self.service.follow),
                     name=f"follow {self.service.resource}",
                 )
                 await self.server.run()
@@ -255,7 +255,7 @@ class DevicePlugin:
                     state.is_fresh.set()
                     self._start(tasks, state)
                 comparing = tasks.create_task(
-                    guard.for_ever("device lists", self._compare_lists), name="compare device lists"
+                    guard.run_forever("device lists", self._compare_lists), name="compare device lists"
                 )
                 await self._drained.wait()
                 comparing.cancel()

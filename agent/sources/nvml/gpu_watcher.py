@@ -122,7 +122,7 @@ class Restartable:
         """Run it until cancelled; raises DriverGoneError."""
         while True:
             self._running = asyncio.get_running_loop().create_task(
-                guard.for_ever(self._component, self._work), name=self._component
+                guard.run_forever(self._component, self._work), name=self._component
             )
             try:
                 await asyncio.wait({self._running})

@@ -120,7 +120,7 @@ class Session:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(
-                    guard.for_ever(NVML_NODE, partial(self._watch_node, group)), name="nvml node"
+                    guard.run_forever(NVML_NODE, partial(self._watch_node, group)), name="nvml node"
                 )
                 group.create_task(self._listening.run(), name="nvml events")
         except* DriverGoneError as errors:
