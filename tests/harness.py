@@ -68,7 +68,7 @@ class AgentProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, control_socket: Path) -> None:
         self.process = process
-        self._control_socket = control_socket
+        self.control_socket = control_socket
         self._log: list[dict[str, Any]] = []
         self._raw: list[str] = []
         self._grown = asyncio.Condition()
@@ -118,7 +118,7 @@ class AgentProcess:
 
     async def get(self, path: str) -> tuple[int, Any]:
         """Return the answer of the control socket: status and JSON, or text if it is none."""
-        reader, writer = await asyncio.open_unix_connection(os.fspath(self._control_socket))
+        reader, writer = await asyncio.open_unix_connection(os.fspath(self.control_socket))
         try:
             writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
             answer = await reader.read()

@@ -18,7 +18,7 @@ from agent.errors import AgentError, AgentUnreachableError, UsageError
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 TIMEOUT_S: Final = 5.0
 COMMAND_TIMEOUT_S: Final = 10.0
-"""The agent answers a command once the core has handled it, or after two seconds."""
+"""The agent answers a command once the core has handled it, or after five seconds."""
 CONTROL_SOCKET: Final = OPTIONS["control-socket"]
 
 Json = dict[str, object]

@@ -30,7 +30,7 @@ from agent.runtime.dry_run import dry_run, with_injection
 from agent.views import documents
 from agent.views.documents import API_VERSION, Json, TimeOf
 
-EXECUTED_WITHIN_S: Final = 2.0
+EXECUTED_WITHIN_S: Final = 5.0
 RELEASED_WITHIN_S: Final = 45.0
 """The longest a release may wait for the driver to be closed."""
 
@@ -74,6 +74,7 @@ class Control:
         make_bundle: Callable[[GpuUuid], Awaitable[Bundle | None]],
         time_of: TimeOf,
         why_not_kept: Callable[[], Awaitable[str | None]],
+        executed_within_s: float = EXECUTED_WITHIN_S,
     ) -> None:
         """``why_not_kept`` writes the newest state, and returns why a restart would not know it."""
         self._emit = emit
@@ -81,6 +82,7 @@ class Control:
         self._make_bundle = make_bundle
         self._time_of = time_of
         self._why_not_kept = why_not_kept
+        self._executed_within_s = executed_within_s
         self._commands: Mapping[str, Callable[[Command], Awaitable[Json]]] = {
             "hold": self._hold,
             "unhold": self._unhold,
@@ -259,9 +261,10 @@ class Control:
 
     async def _apply_fact(self, fact: Fact, is_shown: Callable[[Snapshot], bool]) -> None:
         self._emit(fact)
-        if not await self._latest.wait_for(is_shown, EXECUTED_WITHIN_S):
+        if not await self._latest.wait_for(is_shown, self._executed_within_s):
             raise NotExecutedError(
-                f"The command was given and not applied within {EXECUTED_WITHIN_S:g} s; see gpu-agent status"
+                f"The command was given and not applied within {self._executed_within_s:g} s; "
+                "see gpu-agent status"
             )
 
 

@@ -98,7 +98,7 @@ async def test_each_layout_is_advertised_and_nothing_of_the_one_before(end: sign
             await node.kubelet.wait_for(lambda kubelet: healthy(kubelet) == {GPU: 8}, PATIENCE_S)
             await reconfigured(node, "7x1g.5gb", {SMALL: 56})
             await reconfigured(node, "7g.40gb", {WHOLE: 8})
-            assert (await agent.get("/preflight"))[0] == 200
+            await agent.wait_answer("/preflight", lambda status, _: status == 200)
             # Killed before that, the next one would begin with the layout that this one had written last.
             await until(lambda: is_layout_written(node, "7g.40gb", "1g.5gb"))
             await agent.stop(end)

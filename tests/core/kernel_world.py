@@ -101,7 +101,7 @@ class World:
         self.ring: list[RmEvent] = []
         self.probed = True
         self._clients_made = 0xC1D00000
-        self._handles = 0
+        self.last_handle = 0
         self.handles = 40
         """How many a client may use; few, so that they are reused."""
         self._ticks = 1000
@@ -120,7 +120,7 @@ class World:
         """A child begins with the descriptors of its parent."""
         child = self.spawn(pid, task.comm)
         child.fds = list(task.fds)
-        self._emit(task, RmEventKind.FORK, detail=pid)
+        self.emit(task, RmEventKind.FORK, detail=pid)
         return child
 
     def open(self, task: Task, device: int) -> int:
@@ -132,7 +132,7 @@ class World:
         task.opened.add(device)
         if self.probed and self.reports_opens:
             self.opened[file] = self.now_ns
-        self._emit(task, RmEventKind.OPEN, file=file, device=device)
+        self.emit(task, RmEventKind.OPEN, file=file, device=device)
         return file
 
     def dup(self, task: Task, file: int) -> None:
@@ -165,7 +165,7 @@ class World:
         if is_last:
             self.rows.pop(_registered(file), None)
             self.opened.pop(file, None)
-        self._emit(task, RmEventKind.CLOSE, file=file, device=self.files[file], detail=LAST if is_last else 0)
+        self.emit(task, RmEventKind.CLOSE, file=file, device=self.files[file], detail=LAST if is_last else 0)
         self._release(file, task)
 
     def exec(self, task: Task, comm: str) -> None:
@@ -174,12 +174,12 @@ class World:
         for file in [file for file in task.fds if self.files[file] != CONTROL]:
             task.fds.remove(file)
             self._release(file, task)
-        self._emit(task, RmEventKind.RESCAN)
+        self.emit(task, RmEventKind.RESCAN)
 
     def begin_exit(self, task: Task) -> None:
         """The last thread begins to exit."""
         task.exiting = True
-        self._emit(task, RmEventKind.EXIT)
+        self.emit(task, RmEventKind.EXIT)
 
     def exit(self, task: Task) -> None:
         """A process is gone."""
@@ -200,7 +200,7 @@ class World:
         )
         if self.probed:
             self.rows[_registered(file)] = row
-        self._emit(task, RmEventKind.REGISTER_FD, file=file, device=self.files[file], parent=control)
+        self.emit(task, RmEventKind.REGISTER_FD, file=file, device=self.files[file], parent=control)
 
     def client(self, task: Task, file: int) -> int:
         """A client is made with a control file."""
@@ -212,10 +212,10 @@ class World:
 
     def alloc(self, task: Task, client: int, parent: int, rm_class: int, instance: int = NONE) -> int:
         """An object is made under another."""
-        self._handles = self._handles % self.handles + 1
-        while self._handles in self.clients[client].objects:
-            self._handles = self._handles % self.handles + 1
-        handle = self._handles
+        self.last_handle = self.last_handle % self.handles + 1
+        while self.last_handle in self.clients[client].objects:
+            self.last_handle = self.last_handle % self.handles + 1
+        handle = self.last_handle
         self.clients[client].objects[handle] = Object(rm_class, parent, instance)
         self._add(task, client, handle, rm_class, parent, instance)
         return handle
@@ -223,7 +223,7 @@ class World:
     def free(self, task: Task, client: int, handle: int) -> None:
         """An object and all below it, or a client, is freed."""
         self.rows.pop((client, handle), None)
-        self._emit(
+        self.emit(
             task,
             RmEventKind.FREE,
             file=self.clients[client].file,
@@ -244,7 +244,7 @@ class World:
     def register(self, task: Task, file: int, client: int, vaspace: int, gpu: GpuUuid) -> None:
         """An address space is registered with unified memory."""
         first, second = folded(gpu)
-        self._emit(
+        self.emit(
             task,
             RmEventKind.UVM,
             file=file,
@@ -330,7 +330,7 @@ class World:
         if self._is_referred_to(file):
             return
         if self.tier_driver:
-            self._emit(task, RmEventKind.RELEASE, file=file, device=self.files[file])
+            self.emit(task, RmEventKind.RELEASE, file=file, device=self.files[file])
         del self.files[file]
         for handle in [handle for handle, client in self.clients.items() if client.file == file]:
             del self.clients[handle]
@@ -353,7 +353,7 @@ class World:
         row = RmObject(client, handle, self.now_ns, 7, file, task.key.pid, rm_class, parent, instance, ticks)
         if self.probed:
             self.rows[client, handle] = row
-        self._emit(
+        self.emit(
             task,
             RmEventKind.ALLOC,
             file=file,
@@ -365,7 +365,7 @@ class World:
             detail=instance,
         )
 
-    def _emit(
+    def emit(
         self,
         task: Task,
         kind: RmEventKind,

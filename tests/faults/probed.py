@@ -9,6 +9,7 @@ import pytest
 
 from agent.probe.loaded import OBJECT
 from agent.probe.request import Request
+from agent.sources.ebpf.rounds import EbpfSettings
 from tests.probe.conftest import (
     DOUBLES,
     MISC_MAJOR,
@@ -18,7 +19,7 @@ from tests.probe.conftest import (
     why_no_bcc,
     why_no_probe,
 )
-from tests.probe.watcher import Watcher, watching
+from tests.probe.watcher import SETTINGS, Watcher, watching
 
 
 def stand_in(folder: Path) -> Path:
@@ -43,9 +44,9 @@ class _NoBooks:
 
 
 @asynccontextmanager
-async def watched(**settings: Any) -> AsyncIterator[Watcher]:
-    """Follow the probe, which is loaded with these settings of a request."""
+async def watched(settings: EbpfSettings = SETTINGS, /, **request: Any) -> AsyncIterator[Watcher]:
+    """Follow the probe, which is loaded with these values of a request."""
     async with watching(
-        _NoBooks(), (), Request(loader=quicker_loader(), doubles=DOUBLES, **settings)
+        _NoBooks(), (), Request(loader=quicker_loader(), doubles=DOUBLES, **request), settings=settings
     ) as watcher:
         yield watcher

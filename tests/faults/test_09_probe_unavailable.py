@@ -115,7 +115,7 @@ async def test_the_agent_runs_without_the_probe_and_names_what_is_missing(
             node.nvml.push_xid(3, 79)
             await wait_allocatable(node.kubelet, 3)
             assert (await agent.get("/livez"))[0] == 200
-            assert (await agent.get("/readyz"))[0] == 200
+            await agent.wait_answer("/readyz", lambda status, _: status == 200)
             assert not [line for line in agent.log if line["level"] == "error"], agent.text
             socket = f"--control-socket={node.directory.agent / 'control.sock'}"
             shown = await gpu_agent("status", socket)

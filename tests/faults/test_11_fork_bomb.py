@@ -12,24 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.usage import clients, quarantine
-from agent.core.usage import files as open_files
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.gpu_map import CONTROL
-from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.core.usage.tracker import Tracker
 from agent.model.facts import GpuUseSeen
 from agent.model.structs import replace
 from agent.model.usage import Usage
 from agent.probe.layout import MAX_OBJECTS_EACH
 from agent.probe.request import PROCESSES
-from agent.sources.ebpf.process_exits import MAX_WATCHED
+from agent.sources.ebpf.rounds import EbpfSettings
 from agent.threads import in_daemon_thread
 from tests.core.build import Node, S, enumerated, gpu, passed, ready
 from tests.core.kernel_world import GPUS, V0, V1, Task, World, gpu_file
 from tests.core.use import allocated, found, pods
 from tests.faults.probed import stand_in, watched
 from tests.probe.caller import CLIENT, ran
-from tests.probe.watcher import Watcher
+from tests.probe.watcher import SETTINGS, Watcher
 from tests.sources.recorder import PATIENCE_S
 
 ROOM = 256
@@ -52,11 +50,11 @@ for number in range(int(sys.argv[2])):
 
 
 @pytest.mark.slow
-async def test_a_burst_of_real_forks_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_burst_of_real_forks_leaves_nothing(tmp_path: Path) -> None:
     # What no process holds may be in a message, for a while.
-    monkeypatch.setattr(quarantine, "QUARANTINE_NS", 0)
+    settings = replace(SETTINGS, tables=Bounds(quarantine_ns=0))
     double = await in_daemon_thread("test-device", lambda: stand_in(tmp_path))
-    async with watched(processes=ROOM) as watcher:
+    async with watched(settings, processes=ROOM) as watcher:
         await in_daemon_thread("test-bomb", lambda: ran(BOMB, double, BURST))
         usage = await watcher.settled_usage()
         rows = await in_daemon_thread("test-read", watcher.probe.read_processes)
@@ -79,9 +77,9 @@ async def rows_left(watcher: Watcher) -> bool:
 
 
 def test_the_tables_have_room_for_what_was_promised() -> None:
-    assert PROCESSES == open_files.MAX_PROCESSES == 65_536
-    assert MAX_WATCHED == 1_024
-    assert clients.MAX_OF_OWNER == MAX_OBJECTS_EACH == 16_384
+    assert PROCESSES == BOUNDS.processes == 65_536
+    assert EbpfSettings().max_watched == 1_024
+    assert BOUNDS.objects_of_owner == MAX_OBJECTS_EACH == 16_384
 
 
 # On a clock of the test's own
@@ -90,9 +88,9 @@ def test_the_tables_have_room_for_what_was_promised() -> None:
 class Bomb:
     """A machine, the tracker that follows it late, and the core that gets its snapshot once a second."""
 
-    def __init__(self, seed: int, pids: int) -> None:
+    def __init__(self, seed: int, pids: int, bounds: Bounds = BOUNDS) -> None:
         self.world = World()
-        self.tracker = Tracker(GPUS)
+        self.tracker = Tracker(GPUS, bounds=bounds)
         self.node = Node()
         self.node.apply(
             ready(),
@@ -178,17 +176,14 @@ def test_pids_that_are_used_again_and_again_make_no_finding(seed: int, pids: int
 
     snapshot = bomb.settled()
     assert (snapshot.processes, snapshot.orphans, snapshot.totals) == ((), (), ())
-    bomb.world.now_ns += QUARANTINE_NS
+    bomb.world.now_ns += BOUNDS.quarantine_ns
     bomb.scan()
     assert bomb.world.rows == {}
     assert bomb.tracker.living == ()
 
 
-def test_when_there_are_more_processes_than_room_the_others_are_counted_and_accused_of_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(open_files, "MAX_PROCESSES", 50)
-    bomb = Bomb(seed=11, pids=1)
+def test_when_there_are_more_processes_than_room_the_others_are_counted_and_accused_of_nothing() -> None:
+    bomb = Bomb(seed=11, pids=1, bounds=Bounds(processes=50))
     living = []
     for pid in range(1_000, 1_200):
         task = bomb.world.spawn(pid)

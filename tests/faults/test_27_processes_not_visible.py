@@ -80,7 +80,7 @@ async def test_a_node_whose_processes_are_not_visible_is_ready_and_reports_it(
 
             assert because in document["incomplete_because"]
             assert (await agent.get("/v1/conditions"))[1]["conditions"] == []
-            assert (await agent.get("/preflight"))[0] == 200
+            await agent.wait_answer("/preflight", lambda status, _: status == 200)
             pid = node.processes.get("train").process.pid
             owner = "unknown" if because else "pod"
             listed = await agent.wait_answer(

@@ -20,12 +20,11 @@ import pytest
 from agent.core.usage.scan_pace import BURST
 from agent.model.facts import GpuUseSeen
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
+from agent.model.structs import replace
 from agent.model.usage import Usage
-from agent.sources.ebpf import unsent
 from agent.sources.ebpf.rounds import EbpfSettings
 from agent.threads import in_daemon_thread
 from tests.faults.probed import stand_in, watched
-from tests.probe import watcher
 from tests.probe.caller import Caller
 from tests.probe.conftest import quicker_loader
 from tests.probe.watcher import Watcher
@@ -72,8 +71,7 @@ FLOOD = OPENED + "wait()\nwhile True:\n    for _ in range(int(sys.argv[2])): {0}
 
 
 @pytest.fixture
-def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(watcher, "SETTINGS", SETTINGS)
+def gpu(tmp_path: Path) -> Path:
     return stand_in(tmp_path)
 
 
@@ -93,8 +91,8 @@ def call(gpu: Path) -> Iterator[Callable[..., Any]]:
 
     yield start
     for each in callers:
-        each._process.kill()
-        each._process.communicate()
+        each.process.kill()
+        each.process.communicate()
 
 
 class Flood:
@@ -108,7 +106,7 @@ class Flood:
 
     async def run(self) -> None:
         """Count its loops."""
-        stdin = self._caller._process.stdin
+        stdin = self._caller.process.stdin
         assert stdin is not None
         stdin.write("\n")
         stdin.flush()
@@ -160,7 +158,7 @@ def _contexts(watched: Watcher, pid: int) -> int | None:
 async def test_a_leak_beside_a_flood_is_found_as_without_it(
     call: Callable[..., Any], what: str, record_property: Callable[[str, object], None]
 ) -> None:
-    async with watched() as watching:
+    async with watched(SETTINGS) as watching:
         _, quiet_s = await leak_is_found(watching, call)
         memory_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         async with flooding(call, what) as flood:
@@ -203,7 +201,7 @@ async def test_a_leak_beside_a_flood_is_found_as_without_it(
 async def test_a_leak_beside_many_floods_is_found_as_without_them(
     call: Callable[..., Any], what: str, record_property: Callable[[str, object], None]
 ) -> None:
-    async with watched() as watching, AsyncExitStack() as stack:
+    async with watched(SETTINGS) as watching, AsyncExitStack() as stack:
         _, quiet_s = await leak_is_found(watching, call)
         memory_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         floods = [await stack.enter_async_context(flooding(call, what)) for _ in range(MANY)]
@@ -229,7 +227,7 @@ async def test_a_leak_beside_many_floods_is_found_as_without_them(
 async def test_a_process_that_does_more_than_is_sent_is_named_until_what_came_of_it_was_read(
     call: Callable[..., Any],
 ) -> None:
-    async with watched() as watching:
+    async with watched(SETTINGS) as watching:
         async with flooding(call, "open and close") as flood:
             await watching.seen.until(lambda: f": {flood.pid} (" in _newest(watching).incomplete_because)
             named = _newest(watching)
@@ -242,16 +240,15 @@ async def test_a_process_that_does_more_than_is_sent_is_named_until_what_came_of
 
 
 async def test_a_process_that_changes_its_descriptors_in_a_loop_is_logged(
-    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    call: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unsent, "MANY_SCANS", 2)
-    monkeypatch.setattr(unsent, "LOGGED_NS", 4 * SETTINGS.rescan_ns)
-    async with watched(), flooding(call, "dup2") as flood:
+    settings = replace(SETTINGS, many_scans=2, logged_ns=4 * SETTINGS.rescan_ns)
+    async with watched(settings), flooding(call, "dup2") as flood:
         await until(lambda: f"Process {flood.pid} changes its descriptors in a loop" in caplog.text)
 
 
 async def test_a_close_that_ends_a_file_costs_no_scan(call: Callable[..., Any]) -> None:
-    async with watched() as watching:
+    async with watched(SETTINGS) as watching:
         await call(OPENED + "wait()\n")
         await watching.settled_usage()
         scans = watching.probe.config.scan

@@ -45,25 +45,25 @@ class Caller:
     """Runs lines of code in a process of its own, up to each ``wait()`` that they contain."""
 
     def __init__(self, code: str, *arguments: object, keep: tuple[int, ...] = ()) -> None:
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-ISc", _PRELUDE + code, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=keep,
         )
-        self.pid = self._process.pid
+        self.pid = self.process.pid
 
     def run(self) -> None:
         """Run to the next ``wait()``, or to the end."""
-        assert self._process.stdout is not None
-        self._process.stdout.readline()
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
 
     def resume(self) -> None:
         """Run from a ``wait()`` to the next one, or to the end."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
         self.run()
 
     def __enter__(self) -> Self:
@@ -75,7 +75,7 @@ class Caller:
 
     def end(self) -> None:
         """Run to the end."""
-        self._process.communicate(timeout=60)
+        self.process.communicate(timeout=60)
 
 
 def ran(code: str, *arguments: object) -> int:

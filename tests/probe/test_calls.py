@@ -439,8 +439,8 @@ os.close(fd)
 """
     )
     caller = Caller(code, gpu)
-    assert caller._process.stdout is not None
-    child = int(caller._process.stdout.readline())
+    assert caller.process.stdout is not None
+    child = int(caller.process.stdout.readline())
     held = [one for one in probe.scan().held if one.tgid == child and one.device == device_of(gpu)]
     assert events(probe, child) == []
 

@@ -55,8 +55,8 @@ sys.stdin.readline()
 """
     )
     caller = Caller(code, gpu)
-    assert caller._process.stdout is not None
-    child = int(caller._process.stdout.readline())
+    assert caller.process.stdout is not None
+    child = int(caller.process.stdout.readline())
     try:
         (parents,) = held_by(probe, caller.pid)
         (childs,) = held_by(probe, child)

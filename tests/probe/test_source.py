@@ -27,7 +27,6 @@ from agent.probe.request import Doubles, Request
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
 from agent.simulation.gpu_processes.process import SimulatedProcess
-from agent.sources.ebpf import reading as ebpf_reading
 from agent.sources.ebpf import source as ebpf
 from agent.sources.ebpf.rounds import EbpfSettings
 from agent.sources.ebpf.source import EbpfSource
@@ -316,10 +315,10 @@ NO_PIDS = 1 << 23
 
 
 async def test_exited_processes_take_no_room_of_living_ones(
-    core: dict[str, Any], double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+    core: dict[str, Any], double: DriverDouble
 ) -> None:
-    monkeypatch.setattr(ebpf_reading, "MAX_ENDED", ROOM // 8)
-    async with following(double, core | {"processes": ROOM}) as followed:
+    settings = replace(QUIET, max_ended=ROOM // 8)
+    async with following(double, core | {"processes": ROOM}, settings=settings) as followed:
         quiet = await in_daemon_thread("test-caller", lambda: Caller(ALLOCATE, double.node("nvidiactl"), 5))
         await in_daemon_thread("test-caller", quiet.run)
         await in_daemon_thread("test-caller", quiet.resume)
@@ -442,7 +441,7 @@ async def calling(double: DriverDouble) -> AsyncIterator[Caller]:
         yield caller
     finally:
         await double.release_all()
-        await in_daemon_thread("test-caller", caller._process.kill)
+        await in_daemon_thread("test-caller", caller.process.kill)
         await in_daemon_thread("test-caller", caller.end)
 
 

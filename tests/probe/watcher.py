@@ -189,6 +189,7 @@ async def watching(
     *,
     tier: Tier = "syscalls",
     has_instances: bool = False,
+    settings: EbpfSettings = SETTINGS,
 ) -> AsyncIterator[Watcher]:
     """Load the probe and follow the double."""
     seen = Recorder()
@@ -199,7 +200,7 @@ async def watching(
         tier=tier,
         proc_root=Path("/proc"),
         agent_pid=os.getpid(),
-        settings=SETTINGS,
+        settings=settings,
     )
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(seen.run()), loop.create_task(source.run())]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
-from agent.runtime import control
 from agent.runtime.control import Control, NotExecutedError
 from tests.core.build import U0, U1, U2, U3, gpu, registered_node, uuid, xid
 from tests.sources.recorder import PATIENCE_S
@@ -41,13 +40,19 @@ class Made:
 class Agent:
     """A node of four GPUs under an engine, and the commands for it."""
 
-    def __init__(self, *, lets_go: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        lets_go: bool = True,
+        executed_within_s: float = PATIENCE_S,
+        emit: Callable[[Fact], None] | None = None,
+    ) -> None:
         state = registered_node(*(gpu(number) for number in range(4))).state
         self.inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
         self.latest: Latest[Snapshot] = Latest(snapshot_of(state))
         self.done: list[Effect] = []
         self.made: Made | None = Made()
-        self._releases = lets_go
+        self.releases = lets_go
         self.engine = Engine(
             inbox=self.inbox,
             state=state,
@@ -59,11 +64,12 @@ class Agent:
             probe_terms=Terms(10 * SECOND_NS, 5 * SECOND_NS),
         )
         self.control = Control(
-            emit=self.inbox.put,
+            emit=self.inbox.put if emit is None else emit,
             latest=self.latest,
             make_bundle=self._make_bundle,
             time_of=lambda at_ns: f"t+{at_ns}",
             why_not_kept=self._why_not_kept,
+            executed_within_s=executed_within_s,
         )
         self.not_kept: str | None = None
 
@@ -72,7 +78,7 @@ class Agent:
 
     def _perform(self, effect: Effect) -> None:
         self.done.append(effect)
-        if isinstance(effect, ReleaseDriver) and self._releases:
+        if isinstance(effect, ReleaseDriver) and self.releases:
             self.inbox.put(DriverReleased())
 
     async def _make_bundle(self, _gpu: GpuUuid) -> Made | None:
@@ -225,7 +231,7 @@ async def test_a_release_of_all_is_of_every_gpu(agent: Agent) -> None:
 
 
 async def test_a_driver_that_is_not_released_is_reported(agent: Agent) -> None:
-    agent._releases = False
+    agent.releases = False
     answer = await agent.execute("release", gpus="all", for_="10m", wait_s=0.05)
     assert not answer["driver_released"]
     assert "a call is under way in it" in answer["message"]
@@ -234,7 +240,7 @@ async def test_a_driver_that_is_not_released_is_reported(agent: Agent) -> None:
 async def test_a_second_release_lets_go_anew(agent: Agent) -> None:
     await agent.execute("release", gpus="all", for_="10m", wait_s=30)
     await agent.execute("resume")
-    agent._releases = False
+    agent.releases = False
     assert not (await agent.execute("release", gpus="all", for_="10m"))["driver_released"]
 
 
@@ -303,9 +309,8 @@ async def test_what_is_unknown_in_a_command_is_rejected(agent: Agent, name: str)
         await agent.execute(name, colour="green")
 
 
-async def test_a_command_that_the_core_does_not_apply_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "EXECUTED_WITHIN_S", 0.02)
-    stuck = Agent()
+async def test_a_command_that_the_core_does_not_apply_is_reported() -> None:
+    stuck = Agent(executed_within_s=0.02)
     with pytest.raises(NotExecutedError, match=r"not applied within 0.02 s"):
         await stuck.execute("hold", selector="3", why="x")
     stuck.inbox.close()
@@ -327,8 +332,7 @@ def test_any_command_is_rejected_or_one_fact(name: str, command: dict[str, objec
     facts: list[Fact] = []
 
     async def execute() -> None:
-        made = Agent()
-        made.control._emit = facts.append
+        made = Agent(emit=facts.append)
         try:
             async with asyncio.timeout(0.001):
                 await made.control.execute(name, command)

@@ -111,19 +111,19 @@ def _best_totals(inner: Sequence[int], size: int) -> Callable[[int], int]:
 
 def divide(scores: Scores, size: int, required: Sequence[int] = ()) -> list[Group]:
     """Return a division into groups of ``size`` and one smaller one; see the module for how good."""
-    bound = _Bound(scores, size)
+    bound = Bound(scores, size)
     best: list[list[int]] = []
     best_loss = -1
     exchanges = MAX_EXCHANGES
     for groups in _starts(scores, size, required):
-        exchanges = _improve(scores, groups, frozenset(required), exchanges)
+        exchanges = improve(scores, groups, frozenset(required), exchanges)
         loss = bound.loss_of(groups)
         if not best or loss < best_loss:
             best, best_loss = groups, loss
         if best_loss == 0:
             break
     else:
-        found = _Search(scores, size, bound, best_loss).better(required)
+        found = Search(scores, size, bound, best_loss).better(required)
         best = best if found is None else [list(group) for group in found]
     return [tuple(sorted(group)) for group in best]
 
@@ -217,7 +217,7 @@ def greedy(
     return groups
 
 
-def _improve(scores: Scores, groups: list[list[int]], fixed: frozenset[int], exchanges: int) -> int:
+def improve(scores: Scores, groups: list[list[int]], fixed: frozenset[int], exchanges: int) -> int:
     """Exchange GPUs between groups while that helps; returns how many more pairs may be tried.
 
     ``fixed`` are GPUs of the first group, which stay there.
@@ -251,7 +251,7 @@ def _improve(scores: Scores, groups: list[list[int]], fixed: frozenset[int], exc
     return exchanges
 
 
-class _Bound:
+class Bound:
     """The total, counted from both ends of each pair, that no division is above.
 
     Every GPU of a group has at most its best neighbours in it, and those in the smaller group have
@@ -300,20 +300,22 @@ def _is_alike(one: Sequence[int], other: Sequence[int], at: int, there: int) -> 
     )
 
 
-class _Search:
+class Search:
     """Searches for a division with a smaller loss, depth first, for a bounded number of steps.
 
     GPUs of one kind are interchangeable, so divisions that differ in that alone are tried once.
     """
 
-    def __init__(self, scores: Scores, size: int, bound: _Bound, loss: int) -> None:
+    def __init__(self, scores: Scores, size: int, bound: Bound, loss: int, nodes: int = MAX_NODES) -> None:
         self._scores = scores
         self._size = size
         self._bound = bound
         self._kinds = kinds(scores)
-        self._least = loss
+        self.least = loss
+        """The smallest loss so far."""
         self._best: list[Group] | None = None
-        self._nodes = MAX_NODES
+        self.nodes = nodes
+        """Partial groups that may still be tried."""
         self._seen: dict[tuple[int, ...], int] = {}
         """The smallest loss with which GPUs of these kinds were left to be divided."""
 
@@ -326,7 +328,7 @@ class _Search:
     def _divide(self, groups: list[Group], left: Group, begun: Group, loss: int) -> None:
         """Close one more group, in each way that may still lead to a smaller loss."""
         if not left and not begun:
-            self._least, self._best = loss, groups
+            self.least, self._best = loss, groups
             return
         if not begun:
             kinds_left = tuple(sorted([self._kinds[gpu] for gpu in left]))
@@ -355,7 +357,7 @@ class _Search:
         With it comes the score within the group, counted from both ends of each pair; ``twice`` is that of
         ``group``, and ``loss`` that of the groups before it.
         """
-        if loss + self._lost(group, length) - twice >= self._least:
+        if loss + self._lost(group, length) - twice >= self.least:
             return
         if len(group) == length:
             yield group, twice
@@ -364,13 +366,13 @@ class _Search:
         for place, gpu in enumerate(others[: len(others) - length + len(group) + 1], start=1):
             if self._kinds[gpu] in tried:
                 continue
-            if self._nodes <= 0:
+            if self.nodes <= 0:
                 return
-            self._nodes -= 1
+            self.nodes -= 1
             tried.add(self._kinds[gpu])
             row, larger = self._scores[gpu], (*group, gpu)
             inner = twice + 2 * sum([row[member] for member in group])
-            if loss + self._lost(larger, length) - inner < self._least:
+            if loss + self._lost(larger, length) - inner < self.least:
                 yield from self._groups(larger, others[place:], length, loss, inner)
 
     def _lost(self, group: Group, length: int) -> int:

@@ -16,18 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from heapq import heapify, heapreplace
 from typing import Final, Protocol
 
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.client_tree import DEVICE, NO_INSTANCE, ROOTS, Client, Marker, Object
 from agent.core.usage.quarantine import Quarantine, QuarantinedClient
 from agent.core.usage.rows import Removed, Rows
 from agent.model.ids import GpuUuid
 from agent.model.rm import MAX_INSTANCES, RmObject
-
-MAX_OBJECTS: Final = 65_536
-"""Clients and what is in them, of all owners; the table of the kernel has as much room."""
-MAX_OF_OWNER: Final = MAX_OBJECTS // 4
-"""Of one owner. A program with ten contexts on each of eight GPUs has a thousand."""
-STEP: Final = 128
-"""Rows or clients between two pauses of a rebuild: about 2 ms."""
 
 
 class OwnerGpus(Protocol):
@@ -46,8 +40,9 @@ class ClientTable:
     owner_gpus: OwnerGpus
     """Set by the records, which are made after this table."""
 
-    def __init__(self, marker: Marker) -> None:
+    def __init__(self, marker: Marker, bounds: Bounds = BOUNDS) -> None:
         self.marker = marker
+        self._bounds: Final = bounds
         self.evicted = 0
         self.short: set[int] = set()
         """Owners of evicted or rejected objects: their counts are lower bounds."""
@@ -65,7 +60,7 @@ class ClientTable:
         self._sizes: dict[int, int] = {}
         """Room that each owner takes."""
         self._size = 0
-        self._quarantine = Quarantine()
+        self._quarantine = Quarantine(bounds)
         self._removed: list[Removed] = []
 
     def __iter__(self) -> Iterator[Client]:
@@ -197,7 +192,7 @@ class ClientTable:
         self._removed += rows.stale
         for number, row in enumerate(rows.living):
             self._restore(row, before.get(row.client), owner_of, opened)
-            if number % STEP == STEP - 1:
+            if number % self._bounds.step_rows == self._bounds.step_rows - 1:
                 yield
         live: dict[tuple[int, GpuUuid | None], int] = {}
         yield from self._count(live)
@@ -205,7 +200,7 @@ class ClientTable:
             ended = count - live.get((owner, gpu), 0)
             if ended > 0:
                 self._add_freed(owner, gpu, ended)
-        del self._removed[:-MAX_OBJECTS]
+        del self._removed[: -self._bounds.objects]
 
     def _restore(
         self,
@@ -227,7 +222,7 @@ class ClientTable:
         for number, client in enumerate(self):
             for gpu, count in self.contexts(client).items():
                 found[client.owner, gpu] = found.get((client.owner, gpu), 0) + count
-            if number % STEP == STEP - 1:
+            if number % self._bounds.step_rows == self._bounds.step_rows - 1:
                 yield
         yield
 
@@ -331,12 +326,12 @@ class ClientTable:
 
     def _has_room(self, owner: int, row: RmObject) -> bool:
         """Return whether an owner may have one more entry, after evicting others' where that is needed."""
-        if self._sizes.get(owner, 0) >= MAX_OF_OWNER:
+        if self._sizes.get(owner, 0) >= self._bounds.objects_of_owner:
             self.mark_short(owner)
             # Its row uses room in the kernel's map that others need.
             self.add_removed(Removed(row.client, row.handle, row.at_ns))
             return False
-        if self._size >= MAX_OBJECTS:
+        if self._size >= self._bounds.objects:
             self._make_room()
         return True
 
@@ -344,7 +339,7 @@ class ClientTable:
         """Evict, one by one, the client with the oldest event of the owner with the most entries."""
         most = [(-size, owner) for owner, size in self._sizes.items()]
         heapify(most)
-        while self._size > MAX_OBJECTS * 7 // 8:
+        while self._size > self._bounds.objects * 7 // 8:
             owner = most[0][1]
             oldest = next(iter(self._by_owner[owner]))
             self.mark_short(owner, self._clients[oldest].size)
@@ -407,7 +402,7 @@ class ClientTable:
             if client.unmark(each):
                 self._add_freed(client.owner, self.gpu_of(client, each), 1)
         self._removed += [Removed(client.handle, each, client.objects[each].at_ns) for each in doomed]
-        del self._removed[:-MAX_OBJECTS]
+        del self._removed[: -self._bounds.objects]
         client.remove(doomed)
         self._grow(client.owner, -len(doomed))
         self.changed.add(client.owner)
@@ -428,4 +423,4 @@ class ClientTable:
     def add_removed(self, removed: Removed) -> None:
         """Add a stale row of the kernel's map."""
         self._removed.append(removed)
-        del self._removed[:-MAX_OBJECTS]
+        del self._removed[: -self._bounds.objects]

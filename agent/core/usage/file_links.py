@@ -8,7 +8,7 @@ Source: open-gpu-kernel-modules, escape.c (NV_ESC_REGISTER_FD), nv.c (nvidia_clo
 from collections.abc import Container, Iterator
 from typing import Final, NamedTuple
 
-from agent.core.usage.quarantine import QUARANTINE_NS
+from agent.core.usage.bounds import BOUNDS
 from agent.core.usage.rows import Removed
 
 MAX_REGISTRATIONS: Final = 65_536
@@ -57,5 +57,5 @@ class Registrations:
         """Remove registrations of files that are not in ``files`` for too long; yield the stale rows."""
         self._unheld = {file: self._unheld.get(file, now_ns) for file in self._by_file if file not in files}
         for file, since_ns in tuple(self._unheld.items()):
-            if now_ns - since_ns >= QUARANTINE_NS and (removed := self.remove(file)) is not None:
+            if now_ns - since_ns >= BOUNDS.quarantine_ns and (removed := self.remove(file)) is not None:
                 yield removed

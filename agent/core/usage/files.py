@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Final
 
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.clients import ClientTable
 from agent.core.usage.file_links import Registrations
 from agent.core.usage.gpu_map import CONTROL
@@ -20,19 +21,12 @@ from agent.core.usage.processes import NO_FILES, File, OpenFiles, OpenFilesByPro
 from agent.model.rm import RmEvent, RmObject
 from agent.model.usage import ENDED, UNINTERRUPTIBLE, PodRef, ProcessKey, ProcessStatus
 
-MAX_PROCESSES: Final = 65_536
-MAX_FILES: Final = 65_536
-MAX_FILES_OF_PROCESS: Final = MAX_FILES // 4
-"""A program with ten contexts on each of eight GPUs has sixteen hundred."""
-STEP: Final = 64
-"""Processes with other files than before, between two pauses of ``apply_scan_steps``."""
-STEP_UNCHANGED: Final = 8_192
-
 
 class OpenFileTable:
     """Processes and their open files; reports to the client table which of them are gone."""
 
-    def __init__(self, clients: ClientTable) -> None:
+    def __init__(self, clients: ClientTable, bounds: Bounds = BOUNDS) -> None:
+        self._bounds: Final = bounds
         self.evicted = 0
         self.has_release_events = False
         """Whether the driver reports the release of each file; then only that closes a file."""
@@ -515,7 +509,7 @@ class OpenFileTable:
             if process in self._unsettled or files != process.found:
                 done += 1
                 self._apply_found_files(process, files, at_ns, is_found=process in found, is_whole=is_whole)
-            if number % STEP_UNCHANGED == 0 or done == STEP:
+            if number % self._bounds.step_unchanged == 0 or done == self._bounds.step_changed:
                 done = 0
                 yield
         if is_whole:
@@ -602,7 +596,7 @@ class OpenFileTable:
 
     def _has_room(self, process: Process) -> bool:
         """Return whether a process may have another file in the table."""
-        if len(process.files) < MAX_FILES_OF_PROCESS:
+        if len(process.files) < self._bounds.files_of_process:
             return True
         process.lacks_files = True
         self._clients.mark_short(process.number)
@@ -610,9 +604,9 @@ class OpenFileTable:
 
     def enforce_bounds(self) -> None:
         """Evict, above the bounds, files of the process with the most and processes with the oldest event."""
-        if len(self.files) > MAX_FILES:
+        if len(self.files) > self._bounds.files:
             self._evict_files()
-        while len(self.processes) > MAX_PROCESSES:
+        while len(self.processes) > self._bounds.processes:
             self.evicted += 1
             self.is_crowded = self.has_evicted = True
             self._evict_process(next(iter(self.processes.values())))
@@ -623,7 +617,7 @@ class OpenFileTable:
         by_files = sorted(self.processes.values(), key=_files_of, reverse=True)
         candidates: Iterable[Iterable[int]] = (*(process.files for process in by_files), self.files)
         for files in candidates:
-            too_many = len(self.files) - MAX_FILES * 7 // 8
+            too_many = len(self.files) - self._bounds.files * 7 // 8
             if too_many <= 0:
                 return
             for name in tuple(islice(files, too_many)):

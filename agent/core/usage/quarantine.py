@@ -8,12 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from agent.core.shares import Shares
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.client_tree import Client
 from agent.model.ids import GpuUuid
-
-MAX_QUARANTINED: Final = 4_096
-"""Clients and objects."""
-QUARANTINE_NS: Final = 60_000_000_000
 
 Counted = Mapping[GpuUuid | None, int]
 
@@ -28,10 +25,9 @@ class QuarantinedClient(NamedTuple):
 class Quarantine:
     """Quarantined clients by file; where there is no room, the process with the most loses its oldest."""
 
-    def __init__(self, max_size: int | None = None) -> None:
-        self._files: Shares[int, int, tuple[int, list[QuarantinedClient]]] = Shares(
-            MAX_QUARANTINED if max_size is None else max_size
-        )
+    def __init__(self, bounds: Bounds = BOUNDS) -> None:
+        self._expires_ns: Final = bounds.quarantine_ns
+        self._files: Shares[int, int, tuple[int, list[QuarantinedClient]]] = Shares(bounds.quarantined)
         """In the order of arrival, with the time."""
         self._owners: dict[int, int] = {}
         """Clients of each owner."""
@@ -71,9 +67,9 @@ class Quarantine:
 
     def expired(self, now_ns: int) -> Iterator[int]:
         """Yield, one by one, the files that were here too long; the caller pops each before the next."""
-        while (entry := next(iter(self._files), None)) is not None and now_ns - entry.value[
-            0
-        ] >= QUARANTINE_NS:
+        while (entry := next(iter(self._files), None)) is not None and (
+            now_ns - entry.value[0] >= self._expires_ns
+        ):
             yield entry.key
 
     def has_owner(self, owner: int) -> bool:

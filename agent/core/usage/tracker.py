@@ -22,6 +22,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.client_tree import CONTEXT_SHARE, NO_INSTANCE, Marker
 from agent.core.usage.clients import ClientTable
 from agent.core.usage.file_links import HALF
@@ -56,14 +57,15 @@ class Tracker:
         agent_pid: int | None = None,
         pace: ScanPace | None = None,
         was_kept: bool = False,
+        bounds: Bounds = BOUNDS,
     ) -> None:
         """``was_kept``: the probe was in the kernel before, and has seen every open since its load."""
         self._source: Final = source
         self._pace: Final = pace or ScanPace()
         self._was_kept: Final = was_kept
         self._certainty: Final = certainty
-        self._clients: Final = ClientTable(marker)
-        self._open_files: Final = OpenFileTable(self._clients)
+        self._clients: Final = ClientTable(marker, bounds)
+        self._open_files: Final = OpenFileTable(self._clients, bounds)
         self._records: Final = UseRecords(self._open_files, self._clients, source=source, agent_pid=agent_pid)
         self._rebuilt_ns = 0
         self._lost = 0

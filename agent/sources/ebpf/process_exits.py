@@ -1,6 +1,6 @@
 """Watches for the exit of processes through pidfds, on the loop.
 
-Invariants: one descriptor for each process, at most MAX_WATCHED, with a share for each holder (a pod, or a
+Invariants: one descriptor for each process, of a bounded number, with a share for each holder (a pod, or a
 cgroup of the host), so that one that forks takes no other's. The exit of a process that is not watched shows
 in the next scan. The kernel makes a pidfd readable only once the process has closed its files.
 """
@@ -10,16 +10,12 @@ import os
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 from agent import guard
 from agent.core.shares import Shares
 from agent.model.usage import ProcessKey
 from agent.sources.processes import open_pidfd
 from agent.threads import started_in_daemon_thread
-
-MAX_WATCHED: Final = 1_024
-"""Of the 4,096 descriptors that the systemd unit allows."""
 
 
 class _Watch:
@@ -34,15 +30,11 @@ class _Watch:
 class ProcessExits:
     """The pidfds of the watched processes."""
 
-    def __init__(
-        self, proc_root: Path, on_exit: Callable[[ProcessKey], None], max_watched: int | None = None
-    ) -> None:
+    def __init__(self, proc_root: Path, on_exit: Callable[[ProcessKey], None], max_watched: int) -> None:
         """Call ``on_exit`` on the loop, once for each process that was watched."""
         self._proc_root = proc_root
         self._on_exit = on_exit
-        self._watched: Shares[Hashable, ProcessKey, _Watch] = Shares(
-            MAX_WATCHED if max_watched is None else max_watched, rejects=True
-        )
+        self._watched: Shares[Hashable, ProcessKey, _Watch] = Shares(max_watched, rejects=True)
         self.unwatched = 0
         """Processes that could not be watched, as of the last ``watch``."""
 

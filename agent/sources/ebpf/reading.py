@@ -20,10 +20,6 @@ RELEASE_PROGRAM: Final = "driver_close"
 """The program that runs when the driver releases an open file, with its last reference."""
 
 
-MAX_ENDED: Final = 4_096
-"""Exited processes that are deleted from the kernel's table in one round, 40 ms; the others in the next."""
-
-
 class Reading(NamedTuple):
     """Values that send no event when they change."""
 
@@ -75,17 +71,18 @@ class StaleRows(NamedTuple):
     """Processes whose rows show an exit before that time; 0: none."""
 
 
-def forget(probe: Probe, stale: StaleRows) -> bool:
-    """Delete stale rows; return whether there are more. Blocks for 70 ms at most, with a full table.
+def forget(probe: Probe, stale: StaleRows, max_ended: int) -> bool:
+    """Delete stale rows, of so many exited processes at most; return whether there are more.
 
-    The row of a process that exited before the kernel recorded it does not show the exit.
+    Blocks for 70 ms at most, with a full table. The row of a process that
+    exited before the kernel recorded it does not show the exit.
     """
     probe.forget_objects(stale.objects)
     ended: list[tuple[int, int]] = [*stale.processes]
     if stale.ended_before_ns:
         ended += probe.read_ended(stale.ended_before_ns)
-    probe.forget_processes(ended[:MAX_ENDED])
-    return len(ended) > MAX_ENDED
+    probe.forget_processes(ended[:max_ended])
+    return len(ended) > max_ended
 
 
 class GpuReadiness(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.structs import replace
 
@@ -19,7 +20,7 @@ PAUSE_RATIO: Final = 10
 
 
 class EbpfSettings(msgspec.Struct, frozen=True):
-    """Times of the source, in nanoseconds, and a bound."""
+    """Times of the source, in nanoseconds, and bounds."""
 
     poll_ns: int = SECOND_NS
     """Between two polls of what sends no event: losses, a driver that was reloaded."""
@@ -37,8 +38,20 @@ class EbpfSettings(msgspec.Struct, frozen=True):
     """Until another try, where the probe could not be loaded for another driver."""
     max_held: int = 65_536
     """Open files that are kept from scan to scan; with more a scan is requested at once."""
+    max_readings: int = 4_096
+    """Processes whose status is read in one round; the others in the next."""
+    max_ended: int = 4_096
+    """Exited processes that are deleted from the kernel's table in one round: 40 ms."""
+    max_watched: int = 1_024
+    """Processes whose exit is watched, of the 4,096 descriptors that the systemd unit allows."""
     stale_call_ns: int = 60 * SECOND_NS
     """Whether a device answers that the agent has not called for so long is unknown."""
+    logged_ns: int = 30 * SECOND_NS
+    """Between two log lines about processes with too many events or requests: one with the most is named."""
+    many_scans: int = 8
+    """A process is logged from so many postponed requests for a scan on, in that time."""
+    tables: Bounds = BOUNDS
+    """Of the tracker."""
 
 
 class Losses(msgspec.Struct, frozen=True):

@@ -18,10 +18,10 @@ AT_ONCE: Final = 2
 class StepScheduler:
     """The queue of updates, and whether a long one is running."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self._is_busy = False
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()
-        self._room = MAX_WAITING
+        self._room = max_waiting
         self._dropped = 0
 
     def submit(self, update: Callable[[], None], size: int) -> None:

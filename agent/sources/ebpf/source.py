@@ -52,7 +52,6 @@ from agent.probe.procfs import Scan
 from agent.probe.request import Request
 from agent.sources.ebpf.process_exits import ProcessExits
 from agent.sources.ebpf.reading import (
-    MAX_ENDED,
     StaleRows,
     Unseen,
     evaluate_calls,
@@ -70,8 +69,6 @@ from agent.threads import DaemonThread
 
 Tier = Literal["auto", "driver", "syscalls", "procfs"]
 
-MAX_READINGS: Final = 4_096
-"""Processes that are read in one round; the others in the next."""
 READINGS_AT_ONCE: Final = 256
 """Readings that are applied without a pause: about 2 ms."""
 REFRESHED_AT_ONCE: Final = 64
@@ -141,7 +138,7 @@ class EbpfSource:
         """The open files that the last scan found, and those of events since."""
         self._waited_ns = 0
         """For how long the present round has only waited."""
-        self._unsent, self._postponed = Unsent(self._settings.rescan_ns, 0), PostponedScans()
+        self._unsent, self._postponed = Unsent(self._settings, 0), PostponedScans(self._settings)
         self._sends_releases = False
         self._was_followed = False
         """The probe was followed before, so it is not new in the kernel."""
@@ -158,7 +155,7 @@ class EbpfSource:
         self._calls: dict[GpuUuid, DeviceCall] = {}
         self._tracker = Tracker(self._map)
         self._scheduler = StepScheduler()
-        self._exits = ProcessExits(proc_root, self._handle_exit)
+        self._exits = ProcessExits(proc_root, self._handle_exit, self._settings.max_watched)
         self.last_sign_ns: int | None = None
         """When the last round completed."""
 
@@ -271,6 +268,7 @@ class EbpfSource:
             agent_pid=self._agent_pid,
             pace=ScanPace(self._settings.rescan_ns),
             was_kept=self._was_followed or (probe is not None and probe.was_kept),
+            bounds=self._settings.tables,
         )
         self._was_followed = True
         self._scheduler = StepScheduler()
@@ -278,7 +276,7 @@ class EbpfSource:
         self._published, self._exiting, self._unseen = None, {}, Unseen()
         self._held, self._ended_since = set(), set()
         if probe is not None:
-            self._unsent = Unsent(self._settings.rescan_ns, probe.read_statistics().unsent)
+            self._unsent = Unsent(self._settings, probe.read_statistics().unsent)
             self._tracker.handle_lost_events(0)
             probe.ring.subscribe(asyncio.get_running_loop(), self._handle_events)
 
@@ -297,7 +295,7 @@ class EbpfSource:
 
     def _apply_exit(self, key: ProcessKey) -> None:
         self._tracker.handle_process_gone(key, self._clock())
-        if len(self._ended_since) < MAX_ENDED:
+        if len(self._ended_since) < self._settings.max_ended:
             self._ended_since.add(key)
         self._happened(scan=True)
 
@@ -325,14 +323,14 @@ class EbpfSource:
         unlooked = self._tracker.without_status if is_stale else ()
         if is_stale:
             self._follow_exiting()
-        if await self._read_processes(unlooked[:MAX_READINGS]):
+        if await self._read_processes(unlooked[: self._settings.max_readings]):
             is_stale = True
             self._follow_exiting()
         if is_stale:
             await self._exits.watch(self._tracker.living, self._tracker.holder_of)
             await self._forget(began_ns, ended)
         await self._publish(is_stale=is_stale)
-        if len(unlooked) > MAX_READINGS:
+        if len(unlooked) > self._settings.max_readings:
             self._happened()
 
     def _follow_gpus(self) -> None:
@@ -488,7 +486,8 @@ class EbpfSource:
         return Majors(probe.config.nvidia_major, probe.config.uvm_major, probe.config.caps_major)
 
     def _follow_exiting(self) -> None:
-        self._exiting = {key: self._exiting.get(key) for key in self._tracker.exiting[:MAX_READINGS]}
+        exiting = self._tracker.exiting[: self._settings.max_readings]
+        self._exiting = {key: self._exiting.get(key) for key in exiting}
 
     async def _read_processes(self, unlooked: Sequence[ProcessKey]) -> bool:
         """Read new processes, and again those that are exiting; return whether anything changed."""
@@ -523,7 +522,9 @@ class EbpfSource:
         stale = StaleRows(self._tracker.pop_removed(), ended, began_ns if self._may_have_ended else 0)
         probe = self._probe
         if probe is not None and any(stale):
-            self._may_have_ended = await self._thread.do(lambda: forget(probe, stale))
+            self._may_have_ended = await self._thread.do(
+                lambda: forget(probe, stale, self._settings.max_ended)
+            )
             if self._may_have_ended:
                 self._happened()
 

@@ -6,19 +6,12 @@ named until no event of it is missing any more. A process that requests more sca
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Final
 
 from agent.core.usage.tracker import Tracker
 from agent.log import fields
-from agent.model.policy import SECOND_NS
 from agent.model.rm import ProcessCounters
 from agent.model.usage import ProcessKey
-
-LOGGED_NS: Final = 30 * SECOND_NS
-"""A process is logged at most once in this time, the one with the most events; the snapshot has all."""
-
-MANY_SCANS: Final = 8
-"""A process is logged from so many postponed requests on, in that time."""
+from agent.sources.ebpf.rounds import EbpfSettings
 
 _log = logging.getLogger(__name__)
 
@@ -26,9 +19,10 @@ _log = logging.getLogger(__name__)
 class Unsent:
     """Counts of events that the kernel did not send, since their process had used its share of the ring."""
 
-    def __init__(self, period_ns: int, total: int) -> None:
+    def __init__(self, settings: EbpfSettings, total: int) -> None:
         """``total``: the count before."""
-        self._period_ns = period_ns
+        self._period_ns = settings.rescan_ns
+        self._log_period_ns = settings.logged_ns
         self._total = total
         self._counts: dict[ProcessKey, int] = {}
         self._read_ns = 0
@@ -64,7 +58,7 @@ class Unsent:
         return True
 
     def _log(self, more: Mapping[ProcessKey, int], now_ns: int) -> None:
-        if self._logged_ns is not None and now_ns - self._logged_ns < LOGGED_NS:
+        if self._logged_ns is not None and now_ns - self._logged_ns < self._log_period_ns:
             return
         self._logged_ns = now_ns
         key = max(more, key=lambda each: more[each])
@@ -78,17 +72,19 @@ class Unsent:
 class PostponedScans:
     """Logs the process with most postponed requests for a scan, such as one that calls dup2 in a loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: EbpfSettings) -> None:
+        self._log_period_ns = settings.logged_ns
+        self._many = settings.many_scans
         self._logged_ns: int | None = None
 
     def follow(self, tracker: Tracker, now_ns: int) -> None:
         """Log the process with most postponed requests, once a period."""
-        if self._logged_ns is not None and now_ns - self._logged_ns < LOGGED_NS:
+        if self._logged_ns is not None and now_ns - self._logged_ns < self._log_period_ns:
             return
         self._logged_ns = now_ns
         counts = tracker.pop_postponed_scans()
         pid = max(counts, key=lambda each: counts[each], default=0)
-        if counts.get(pid, 0) < MANY_SCANS:
+        if counts.get(pid, 0) < self._many:
             return
         _log.warning(
             f"Process {pid} changes its descriptors in a loop (dup2, close_range, fork or exec): "

@@ -112,7 +112,7 @@ def test_no_division_is_above_the_bound_and_the_loss_is_what_it_stays_below(
     question: tuple[Matrix, int, list[int]],
 ) -> None:
     scores, size, _ = question
-    bound = grouping._Bound(scores, size)
+    bound = grouping.Bound(scores, size)
     highest = sum(sums[-1] for sums in bound.most) - bound.least_cost
     for division in divisions(tuple(range(len(scores))), size):
         loss = bound.loss_of(division)
@@ -123,8 +123,7 @@ def test_no_division_is_above_the_bound_and_the_loss_is_what_it_stays_below(
 @given(questions(most=7))
 def test_a_search_without_an_end_finds_the_best_division(question: tuple[Matrix, int, list[int]]) -> None:
     scores, size, required = question
-    search = grouping._Search(scores, size, grouping._Bound(scores, size), 1 << 40)
-    search._nodes = 1 << 40
+    search = grouping.Search(scores, size, grouping.Bound(scores, size), 1 << 40, nodes=1 << 40)
     found = search.better(required)
     assert found is not None
     assert any(len(group) == size and set(required) <= set(group) for group in found)
@@ -135,7 +134,7 @@ def test_a_search_without_an_end_finds_the_best_division(question: tuple[Matrix,
     ]
     assert value(scores, found) == max(allowed)
     # What is no better is not found.
-    again = grouping._Search(scores, size, grouping._Bound(scores, size), search._least)
+    again = grouping.Search(scores, size, grouping.Bound(scores, size), search.least)
     assert again.better(required) is None
 
 
@@ -212,7 +211,7 @@ def test_where_one_greedy_division_is_short_another_is_not() -> None:
     scores = of(matrix(16, some_pairs), (1, 2, 4, 5, 6, 8, 9, 12, 13, 14, 15))
     assert value(scores, divide(scores, 4)) == best_value(scores, 4) == 860
     single = greedy(scores, 4, (), is_rest_first=False)
-    grouping._improve(scores, single, frozenset(), grouping.MAX_EXCHANGES)
+    grouping.improve(scores, single, frozenset(), grouping.MAX_EXCHANGES)
     assert value(scores, single) < 860
 
 
@@ -256,10 +255,10 @@ def test_the_search_ends_at_its_bound_and_the_answer_is_used_all_the_same(
 ) -> None:
     size = data.draw(st.integers(2, count - 1))
     scores = worst_case(count)
-    bound = grouping._Bound(scores, size)
-    search = grouping._Search(scores, size, bound, 1 << 40)
+    bound = grouping.Bound(scores, size)
+    search = grouping.Search(scores, size, bound, 1 << 40)
     search.better(())
-    assert search._nodes >= 0
+    assert search.nodes >= 0
     assert len(best_group(scores, size)) == size
 
 
@@ -267,9 +266,9 @@ def test_exchanges_are_bounded() -> None:
     scores = worst_case(16)
     groups = greedy(scores, 4, (), is_rest_first=False)
     before = value(scores, groups)
-    assert grouping._improve(scores, groups, frozenset(), 10) == 0
+    assert grouping.improve(scores, groups, frozenset(), 10) == 0
     assert value(scores, groups) >= before
-    assert grouping._improve(scores, groups, frozenset(), grouping.MAX_EXCHANGES) > 0
+    assert grouping.improve(scores, groups, frozenset(), grouping.MAX_EXCHANGES) > 0
     assert value(scores, groups) > before
 
 

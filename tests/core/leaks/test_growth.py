@@ -10,7 +10,7 @@ from agent.model.health import Details, LeakKind
 from agent.model.ids import GpuUuid
 from agent.model.policy import LeakPolicy
 from agent.model.structs import replace
-from agent.model.usage import GpuHold, ProcessKey, Usage
+from agent.model.usage import GpuHold, PodUid, ProcessKey, Usage
 from tests.core.build import DEFAULT, U0, U1, Node, S
 from tests.core.use import found, hold, key, node, process, seen, with_leaks
 
@@ -292,11 +292,13 @@ def test_only_current_holds_have_windows() -> None:
     assert followed(usage_of(1, 2), windows, POLICY, WARM_NS + 1) is windows
 
 
-def test_the_number_of_windows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "MAX_WINDOWS", 3)
-    windows = followed(usage_of(5, 6, 7, 8), {}, POLICY, WARM_NS)
-    assert len(windows) == 3
-    assert followed(usage_of(1, 5, 6, 7), windows, POLICY, WARM_NS).keys() >= {(key(5), U0)}
+def test_the_number_of_windows_is_bounded() -> None:
+    pods = [PodUid(f"{number:08}-0000-4000-8000-000000000000") for number in range(5)]
+    earlier = [process(pid, pod=pods[pid % 5]) for pid in range(5, 10 + growth.MAX_WINDOWS)]
+    windows = followed(Usage(0, tuple(earlier)), {}, POLICY, WARM_NS)
+    assert len(windows) == growth.MAX_WINDOWS
+    later = Usage(0, (process(1, pod=pods[0]), *earlier))
+    assert followed(later, windows, POLICY, WARM_NS).keys() == windows.keys()
 
 
 @given(

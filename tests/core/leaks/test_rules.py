@@ -3,7 +3,7 @@
 import pytest
 
 from agent.core.health.leak_conditions import USAGE_KNOWN_FOR_NS
-from agent.core.leaks import findings as leaks
+from agent.core.leaks.findings import MAX_PENDING
 from agent.model.facts import GpuMemorySeen, PodsSeen, RecoverRequested
 from agent.model.health import MAX_INVOLVED, Condition, Details, LeakKind, Reason
 from agent.model.ids import Placement
@@ -16,6 +16,7 @@ from tests.core.use import (
     MIB,
     POD_A,
     POD_B,
+    A,
     allocated,
     found,
     hold,
@@ -534,11 +535,13 @@ def test_at_most_so_many_processes_are_named() -> None:
     assert found(on)[0].message.startswith("19 processes use the GPU")
 
 
-def test_pending_findings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaks, "MAX_PENDING", 5)
+def test_pending_findings_are_bounded() -> None:
     on = node(foreign_at_once())
-    on.apply(seen(*(process(100 + number) for number in range(9))))
-    assert len(on.state.leaks.pending) == 5
+    names = [PodUid(f"{number:08}-0000-4000-8000-000000000000") for number in range(20)]
+    on.apply(PodsSeen({uid: replace(A, name=uid) for uid in names}))
+    many = [process(100 + number, pod=names[number % 20]) for number in range(MAX_PENDING + 100)]
+    on.apply(seen(*many))
+    assert len(on.state.leaks.pending) == MAX_PENDING
 
 
 def test_an_incomplete_snapshot_is_marked() -> None:

@@ -118,12 +118,12 @@ def test_one_pod_with_4096_findings_displaces_no_other_and_its_excess_is_counted
     assert {finding.key.process for finding in node.state.leaks.pending.values()} == kept
 
 
-def test_windows_of_growth_are_shared_between_holders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "MAX_WINDOWS", 8)
-    monkeypatch.setattr(growth, "MAX_OF_HOLDER", 6)
-    usage = seen(*(process(pid, pod=POD_A) for pid in range(1, 50)), process(99, pod=POD_B)).usage
+def test_windows_of_growth_are_shared_between_holders() -> None:
+    share = growth.MAX_OF_HOLDER
+    of_a = (process(pid, pod=POD_A) for pid in range(1, share + 10))
+    usage = seen(*of_a, process(9_999, pod=POD_B)).usage
     windows = growth.followed(usage, {}, LEAKS, LEAKS.growth_warm_up_ns + 1)
-    assert Counter(name.pid for name, _ in windows) == Counter([*range(1, 7), 99])
+    assert Counter(name.pid for name, _ in windows) == Counter([*range(1, share + 1), 9_999])
 
 
 def test_a_merged_orphan_is_found_with_its_count() -> None:

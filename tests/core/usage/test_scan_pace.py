@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent.core.usage.bounds import BOUNDS
 from agent.core.usage.file_links import Registrations
-from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.core.usage.rows import Removed
 from agent.core.usage.scan_pace import ScanPace
 
@@ -82,5 +82,5 @@ def test_the_registration_of_a_file_without_a_holder_stays_for_a_time() -> None:
     assert list(kept.expired((), 100)) == []
     assert list(kept.expired({5 << 32 | 1}, 200)) == []
     assert list(kept.expired((), 300)) == []
-    assert list(kept.expired((), 300 + QUARANTINE_NS)) == [Removed(1, 5, 7)]
+    assert list(kept.expired((), 300 + BOUNDS.quarantine_ns)) == [Removed(1, 5, 7)]
     assert len(kept) == 0

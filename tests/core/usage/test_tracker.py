@@ -2,12 +2,10 @@
 
 import pytest
 
-from agent.core.usage import clients
-from agent.core.usage import files as open_files
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.client_tree import CHANNEL_GROUPS, CONTEXT_SHARE, DEBUGGER, Marker
 from agent.core.usage.gpu_map import CONTROL, GpuMap, folded
 from agent.core.usage.processes import UNKNOWN_START
-from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.core.usage.tracker import Tracker
 from agent.model.ids import GpuUuid, Placement
 from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
@@ -21,9 +19,11 @@ MS = 10**6
 class Rig:
     """A kernel and a tracker that gets everything at once."""
 
-    def __init__(self, gpus: GpuMap = GPUS, *, marker: Marker = CONTEXT_SHARE) -> None:
+    def __init__(
+        self, gpus: GpuMap = GPUS, *, marker: Marker = CONTEXT_SHARE, bounds: Bounds = BOUNDS
+    ) -> None:
         self.world = World()
-        self.tracker = Tracker(gpus, marker=marker)
+        self.tracker = Tracker(gpus, marker=marker, bounds=bounds)
         self.update()
 
     def update(self) -> Usage:
@@ -146,7 +146,7 @@ def test_a_late_free_does_not_free_the_next_object_with_the_handle() -> None:
     rig.world.free(task, client, group)
     (late,) = rig.world.drain()
     rig.tracker.handle_events([late])
-    rig.world._handles = group - 1
+    rig.world.last_handle = group - 1
     assert rig.world.alloc(task, client, device, GROUP) == group
     rig.world.alloc(task, client, group, SHARE)
     rig.tracker.handle_events(rig.world.drain())
@@ -471,7 +471,7 @@ def test_an_orphan_is_gone_with_its_last_holder() -> None:
     rig.end(child)
     assert left(rig.update()) == []
     assert len(rig.world.rows) > 0
-    rig.update_after(QUARANTINE_NS)
+    rig.update_after(BOUNDS.quarantine_ns)
     rig.world.delete_rows(rig.tracker.pop_removed())
     assert rig.world.rows == {}
 
@@ -774,9 +774,8 @@ def test_the_agent_is_known_by_its_pid() -> None:
 # Bounds
 
 
-def test_the_process_with_the_oldest_event_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files, "MAX_PROCESSES", 3)
-    rig = Rig()
+def test_the_process_with_the_oldest_event_is_evicted() -> None:
+    rig = Rig(bounds=Bounds(processes=3))
     jobs = [rig.job(100 + number) for number in range(3)]
     rig.tracker.handle_events(rig.world.drain())
     rig.world.context(*jobs[0])
@@ -786,20 +785,17 @@ def test_the_process_with_the_oldest_event_is_evicted(monkeypatch: pytest.Monkey
     assert rig.tracker.usage_snapshot(0).evicted == 1
 
 
-def test_an_evicted_process_leaves_no_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
+def test_an_evicted_process_leaves_no_orphan() -> None:
+    rig = Rig(bounds=Bounds(processes=1))
     parent, _child = forked(rig)
-    rig.update()
-    monkeypatch.setattr(open_files, "MAX_PROCESSES", 1)
-    rig.tracker.handle_events([])
+    rig.tracker.handle_events(rig.world.drain())
     rig.tracker.handle_process_gone(parent.key, rig.world.now_ns)
     assert rig.tracker.usage_snapshot(0).orphans == ()
     assert rig.tracker.pop_removed() == []
 
 
-def test_the_file_with_the_oldest_event_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files, "MAX_FILES", 3)
-    rig = Rig()
+def test_the_file_with_the_oldest_event_is_evicted() -> None:
+    rig = Rig(bounds=Bounds(files=3))
     rig.job(100)
     rig.job(101)
     usage = rig.update()
@@ -807,9 +803,8 @@ def test_the_file_with_the_oldest_event_is_evicted(monkeypatch: pytest.MonkeyPat
     assert sum(use.files or 0 for use in usage.processes) == 2
 
 
-def test_the_client_with_the_oldest_event_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_OBJECTS", 12)
-    rig = Rig()
+def test_the_client_with_the_oldest_event_is_evicted() -> None:
+    rig = Rig(bounds=Bounds(objects=12))
     rig.job(100, contexts=4)
     usage = rig.update()
     assert hold_of(usage, 100).contexts == 2
@@ -817,9 +812,8 @@ def test_the_client_with_the_oldest_event_is_evicted(monkeypatch: pytest.MonkeyP
     assert rig.tracker.pop_removed() == []
 
 
-def test_clients_without_objects_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_OF_OWNER", 5)
-    rig = Rig()
+def test_clients_without_objects_are_bounded_too() -> None:
+    rig = Rig(bounds=Bounds(objects_of_owner=5))
     task, control = rig.job(contexts=0)
     for _ in range(9):
         rig.world.client(task, control)
@@ -838,7 +832,7 @@ def test_a_flood_of_short_processes_leaves_nothing() -> None:
     usage = rig.update()
     assert (usage.processes, usage.orphans, usage.totals, usage.evicted) == ((), (), (), 0)
     assert rig.tracker.living == ()
-    rig.update_after(QUARANTINE_NS)
+    rig.update_after(BOUNDS.quarantine_ns)
     rig.world.delete_rows(rig.tracker.pop_removed())
     assert rig.world.rows == {}
 

@@ -1,15 +1,10 @@
 """Snapshots refreshed by what changed against those made from nothing: after each step they are equal."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from agent.core.usage import clients, quarantine
-from agent.core.usage import files as open_files
+from agent.core.usage.bounds import Bounds
 from agent.core.usage.gpu_map import CONTROL, GpuMap
 from agent.core.usage.processes import by_process
 from agent.model.ids import Placement
@@ -33,23 +28,7 @@ NUMBERINGS = (
     ),
 )
 """A driver that was loaded anew, GPUs that are lost or numbered otherwise, one that was partitioned."""
-SMALL = {
-    "MAX_FILES": open_files,
-    "MAX_FILES_OF_PROCESS": open_files,
-    "MAX_PROCESSES": open_files,
-    "MAX_OBJECTS": clients,
-    "MAX_OF_OWNER": clients,
-    "MAX_QUARANTINED": quarantine,
-}
-ROOM = {"MAX_FILES": 12, "MAX_FILES_OF_PROCESS": 6, "MAX_PROCESSES": 3, "MAX_OBJECTS": 60, "MAX_OF_OWNER": 25}
-
-
-@contextmanager
-def little_room() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in SMALL.items():
-            patch.setattr(module, name, ROOM.get(name, 10))
-        yield
+SMALL = Bounds(files=12, files_of_process=6, processes=3, objects=60, objects_of_owner=25, quarantined=10)
 
 
 class ByWhatChanged(AgainstTheKernel):
@@ -110,13 +89,7 @@ class ByWhatChanged(AgainstTheKernel):
 class WithLittleRoom(ByWhatChanged):
     """Every bound is reached all the time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.room = little_room()
-        self.room.__enter__()
-
-    def teardown(self) -> None:
-        self.room.__exit__(None, None, None)
+    bounds = SMALL
 
 
 TestByWhatChanged = ByWhatChanged.TestCase

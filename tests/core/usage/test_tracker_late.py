@@ -88,7 +88,7 @@ def test_a_process_that_registers_a_file_holds_it() -> None:
     other, _ = rig.job(200, contexts=0)
     rig.update()
     rig.world.send(other, control)
-    rig.world._emit(other, RmEventKind.REGISTER_FD, file=control, device=CONTROL)
+    rig.world.emit(other, RmEventKind.REGISTER_FD, file=control, device=CONTROL)
     rig.tracker.handle_events(rig.world.drain())
     assert [use_of(rig.tracker.usage_snapshot(0), pid).files for pid in (100, 200)] == [2, 3]
 

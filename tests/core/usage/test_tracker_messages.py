@@ -1,16 +1,13 @@
 """Files in messages (SCM_RIGHTS) and mappings: they are open without a descriptor in any process."""
 
-import pytest
-
-from agent.core.usage import quarantine
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.gpu_map import CONTROL
-from agent.core.usage.quarantine import QUARANTINE_NS
 from tests.core.kernel_world import V0, World
 from tests.core.usage.test_tracker import Rig, hold_of
 
 
-def rig_of(*, release_events: bool) -> Rig:
-    rig = Rig()
+def rig_of(*, release_events: bool, bounds: Bounds = BOUNDS) -> Rig:
+    rig = Rig(bounds=bounds)
     rig.world = World(tier_driver=release_events)
     rig.tracker.set_release_events(enabled=release_events)
     rig.update()
@@ -24,7 +21,7 @@ def test_a_client_in_a_message_counts_while_the_message_exists() -> None:
     rig = rig_of(release_events=True)
     task, control = rig.job(100, contexts=2)
     rig.world.post(task, control)
-    assert hold_of(rig.update_after(QUARANTINE_NS), 100).contexts == 2
+    assert hold_of(rig.update_after(BOUNDS.quarantine_ns), 100).contexts == 2
     rig.world.discard(task)
     assert hold_of(rig.update(), 100).contexts == 0
 
@@ -35,7 +32,7 @@ def test_a_client_in_a_message_of_a_gone_process_is_an_orphan_without_holders() 
     rig.update()
     rig.world.post(task, control)
     rig.end(task)
-    (orphan,) = rig.update_after(QUARANTINE_NS).orphans
+    (orphan,) = rig.update_after(BOUNDS.quarantine_ns).orphans
     assert (orphan.owner.key, orphan.gpu, orphan.contexts, orphan.holders) == (task.key, V0, 2, ())
     other = rig.world.spawn(200)
     rig.world.receive(other)
@@ -65,7 +62,7 @@ def test_a_received_client_is_restored() -> None:
     task, control = rig.job(100, contexts=2)
     rig.update()
     rig.world.post(task, control)
-    hold = hold_of(rig.update_after(QUARANTINE_NS - 10**9), 100)
+    hold = hold_of(rig.update_after(BOUNDS.quarantine_ns - 10**9), 100)
     assert (hold.contexts, hold.allocated) == (0, 2)
     other = rig.world.spawn(200)
     rig.world.receive(other)
@@ -107,7 +104,7 @@ def test_a_client_that_no_process_receives_counts_as_gone_after_a_time() -> None
     rig.world.post(task, control)
     rig.update()
     assert rig.tracker.pop_removed() == []
-    rig.world.now_ns += QUARANTINE_NS
+    rig.world.now_ns += BOUNDS.quarantine_ns
     rig.update()
     rig.world.delete_rows(rig.tracker.pop_removed())
     assert rig.world.rows == {}
@@ -128,9 +125,8 @@ def test_a_reused_address_restores_no_client() -> None:
     assert rig.world.rows == {}
 
 
-def test_the_quarantine_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "MAX_QUARANTINED", 15)
-    rig = rig_of(release_events=False)
+def test_the_quarantine_is_bounded() -> None:
+    rig = rig_of(release_events=False, bounds=Bounds(quarantined=15))
     jobs = [rig.job(100 + number) for number in range(5)]
     rig.update()
     for task, control in jobs:

@@ -1,11 +1,8 @@
 """Reused pids, and processes that only seem to be gone: the owners and holders of clients."""
 
-import pytest
-
-from agent.core.usage import clients
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.gpu_map import CONTROL
 from agent.core.usage.processes import by_process
-from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.core.usage.tracker import Tracker
 from agent.model.rm import HeldFile, RmEventKind
 from agent.model.structs import replace
@@ -90,7 +87,7 @@ def test_a_file_sent_since_is_its_own() -> None:
     usage = rig.update()
     assert hold_of(usage, 100).contexts == 3
     assert hold_of(usage, 100).freed == 0
-    rig.update_after(QUARANTINE_NS)
+    rig.update_after(BOUNDS.quarantine_ns)
     assert hold_of(rig.update(), 100).contexts == 3
 
 
@@ -108,9 +105,8 @@ def test_claims_on_gpus_since_count_for_it() -> None:
     assert hold_of(rig.update(), 100, V1).contexts == 1
 
 
-def test_a_share_exceeded_since_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_OF_OWNER", 8)
-    rig = Rig()
+def test_a_share_exceeded_since_is_its_own() -> None:
+    rig = Rig(bounds=Bounds(objects_of_owner=8))
     task, control = seemingly_gone(rig)
     for _ in range(5):
         rig.world.context(task, control)
@@ -250,7 +246,7 @@ def test_an_event_of_a_client_makes_it_certain_again() -> None:
     rig, last = handed_on_while_events_were_lost()
     rig.update()
     client = next(iter(rig.world.clients))
-    early_ns = rig.tracker._rebuilt_ns - 1
+    early_ns = 1
     rig.world.alloc(last, client, client, DEVICE, 0)
     (event,) = rig.world.drain()
     rig.tracker.handle_events([event._replace(at_ns=early_ns)])

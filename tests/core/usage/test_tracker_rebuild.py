@@ -4,11 +4,9 @@ import itertools
 
 import pytest
 
-from agent.core.usage import clients
-from agent.core.usage import files as open_files
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.gpu_map import CONTROL
 from agent.core.usage.processes import NO_FILES, OpenFilesByProcess, by_process
-from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.core.usage.rows import live_rows
 from agent.model.rm import REGISTRATION, RmObject
 from agent.model.structs import replace
@@ -173,9 +171,8 @@ def test_after_a_rebuild_the_usage_is_incomplete_until_a_scan() -> None:
     assert rig.tracker.usage_snapshot(0).incomplete_because == "events were lost"
 
 
-def test_a_rebuild_runs_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "STEP", 4)
-    rig = Rig()
+def test_a_rebuild_runs_in_steps() -> None:
+    rig = Rig(bounds=Bounds(step_rows=4))
     rig.job(100, contexts=5)
     rig.update()
     rows = live_rows(rig.world.rows.values(), {}, rig.tracker.older_files)
@@ -184,10 +181,8 @@ def test_a_rebuild_runs_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hold_of(rig.update(), 100).contexts == 5
 
 
-def test_a_scan_is_applied_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files, "STEP", 2)
-    monkeypatch.setattr(open_files, "STEP_UNCHANGED", 4)
-    rig = Rig()
+def test_a_scan_is_applied_in_steps() -> None:
+    rig = Rig(bounds=Bounds(step_changed=2, step_unchanged=4))
     for number in range(9):
         rig.job(100 + number)
     rig.tracker.handle_events(rig.world.drain())
@@ -202,9 +197,8 @@ def test_a_scan_is_applied_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(rig.tracker.apply_scan_steps(scan, rig.world.now_ns + 1))) == 2
 
 
-def test_no_table_keeps_an_entry_of_a_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_OF_OWNER", 16)
-    rig = Rig(UNKNOWN_INSTANCES)
+def test_no_table_keeps_an_entry_of_a_process_that_is_gone() -> None:
+    rig = Rig(UNKNOWN_INSTANCES, bounds=Bounds(objects_of_owner=16))
     task, control = rig.job(100, contexts=3)
     uvm = rig.world.open(task, UVM)
     client = next(name for name, each in rig.world.clients.items() if each.file == control)
@@ -217,7 +211,7 @@ def test_no_table_keeps_an_entry_of_a_process_that_is_gone(monkeypatch: pytest.M
     rig.world.begin_exit(task)
     rig.update()
     rig.end(task)
-    rig.update_after(QUARANTINE_NS)
+    rig.update_after(BOUNDS.quarantine_ns)
     rig.update()
     table, kept = rig.tracker._clients, rig.tracker._open_files
     assert [len(table), table.short, table.freed, table._claims, table._sizes] == [

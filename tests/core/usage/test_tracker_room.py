@@ -1,11 +1,7 @@
 """The bounds: a process over its share loses its own entries alone, and is named."""
 
-import pytest
-
-from agent.core.usage import clients
-from agent.core.usage import files as open_files
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.gpu_map import CONTROL
-from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.model.usage import ProcessKey, Usage
 from tests.core.kernel_world import DEVICE, GROUP, SHARE, V0, V1, Task, gpu_file
 from tests.core.usage.test_tracker import Rig, hold_of, use_of, wants
@@ -30,16 +26,11 @@ def names(usage: Usage, *pids: int) -> bool:
     return not usage.complete and named == ", ".join(map(str, pids))
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables with room for 64 objects, 16 of one owner."""
-    monkeypatch.setattr(clients, "MAX_OBJECTS", 64)
-    monkeypatch.setattr(clients, "MAX_OF_OWNER", 16)
+SMALL = Bounds(objects=64, objects_of_owner=16)
 
 
-@pytest.mark.usefixtures("small")
 def test_a_process_with_too_many_objects_loses_its_own_alone_and_is_named() -> None:
-    rig = Rig()
+    rig = Rig(bounds=SMALL)
     rig.job(100, contexts=2)
     rig.update()
     hog(rig, 200, objects=100)
@@ -52,18 +43,16 @@ def test_a_process_with_too_many_objects_loses_its_own_alone_and_is_named() -> N
     assert usage.evicted == 100 - 15
 
 
-@pytest.mark.usefixtures("small")
 def test_rows_of_rejected_objects_are_stale() -> None:
-    rig = Rig()
+    rig = Rig(bounds=SMALL)
     hog(rig, 200, objects=60)
     rig.update()
     rig.world.delete_rows(rig.tracker.pop_removed())
     assert len(rig.world.rows) == 16
 
 
-@pytest.mark.usefixtures("small")
 def test_freed_objects_free_their_share() -> None:
-    rig = Rig()
+    rig = Rig(bounds=SMALL)
     task = hog(rig, 200, objects=100)
     rig.update()
     client = next(iter(rig.world.clients))
@@ -75,9 +64,8 @@ def test_freed_objects_free_their_share() -> None:
     assert use_of(usage, 200).partial
 
 
-@pytest.mark.usefixtures("small")
 def test_objects_made_and_freed_in_turn_use_no_more_room() -> None:
-    rig = Rig()
+    rig = Rig(bounds=SMALL)
     task, control = rig.job(100, contexts=0)
     client = rig.world.client(task, control)
     for _ in range(30):
@@ -90,9 +78,8 @@ def test_objects_made_and_freed_in_turn_use_no_more_room() -> None:
     assert [len(rig.tracker._clients), rig.tracker._clients._sizes] == [1, {1: 1}]
 
 
-@pytest.mark.usefixtures("small")
 def test_a_process_over_its_share_is_named_until_it_is_gone() -> None:
-    rig = Rig()
+    rig = Rig(bounds=SMALL)
     task = hog(rig, 200, objects=100)
     assert names(rig.update(), 200)
     rig.end(task)
@@ -100,9 +87,8 @@ def test_a_process_over_its_share_is_named_until_it_is_gone() -> None:
     assert rig.update().complete
 
 
-@pytest.mark.usefixtures("small")
 def test_processes_at_their_share_lose_before_one_with_little() -> None:
-    rig = Rig()
+    rig = Rig(bounds=SMALL)
     rig.job(100, contexts=1)
     for number in range(8):
         hog(rig, 200 + number, objects=15)
@@ -114,9 +100,8 @@ def test_processes_at_their_share_lose_before_one_with_little() -> None:
     assert rig.tracker.pop_removed() == []
 
 
-@pytest.mark.usefixtures("small")
 def test_room_is_made_by_evicting_the_oldest_clients_of_the_largest_owner() -> None:
-    rig = Rig()
+    rig = Rig(bounds=SMALL)
     task, control = rig.job(100, contexts=1)
     for number in range(3):
         hog(rig, 200 + number, objects=14)
@@ -134,9 +119,8 @@ def test_room_is_made_by_evicting_the_oldest_clients_of_the_largest_owner() -> N
     assert hold_of(usage, 200).freed == 13
 
 
-@pytest.mark.usefixtures("small")
 def test_a_process_over_its_share_is_so_after_a_rebuild_too() -> None:
-    rig = Rig()
+    rig = Rig(bounds=SMALL)
     rig.job(100, contexts=2)
     hog(rig, 200, objects=100)
     rig.world.drain()
@@ -147,11 +131,8 @@ def test_a_process_over_its_share_is_so_after_a_rebuild_too() -> None:
     assert names(usage, 200)
 
 
-def test_a_process_with_too_many_files_loses_its_own_alone_and_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(open_files, "MAX_FILES_OF_PROCESS", 10)
-    rig = Rig()
+def test_a_process_with_too_many_files_loses_its_own_alone_and_is_named() -> None:
+    rig = Rig(bounds=Bounds(files_of_process=10))
     rig.job(100)
     task, _ = rig.job(200)
     for _ in range(30):
@@ -163,9 +144,8 @@ def test_a_process_with_too_many_files_loses_its_own_alone_and_is_named(
         assert names(usage, 200)
 
 
-def test_with_too_many_files_the_process_with_the_most_loses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files, "MAX_FILES", 24)
-    rig = Rig()
+def test_with_too_many_files_the_process_with_the_most_loses() -> None:
+    rig = Rig(bounds=Bounds(files=24))
     rig.job(100)
     task, _ = rig.job(200)
     for _ in range(30):
@@ -181,9 +161,8 @@ def test_with_too_many_files_the_process_with_the_most_loses(monkeypatch: pytest
     assert rig.tracker.needs_rebuild
 
 
-def test_with_a_file_each_room_is_made_for_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files, "MAX_FILES", 80)
-    rig = Rig()
+def test_with_a_file_each_room_is_made_for_many_at_once() -> None:
+    rig = Rig(bounds=Bounds(files=80))
     for pid in range(81):
         rig.world.open(rig.world.spawn(1000 + pid), CONTROL)
     rig.tracker.handle_events(rig.world.drain())
@@ -192,11 +171,8 @@ def test_with_a_file_each_room_is_made_for_many_at_once(monkeypatch: pytest.Monk
     assert (len(usage.processes), usage.evicted) == (70, 11)
 
 
-def test_an_evicted_process_is_known_again_when_there_is_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(open_files, "MAX_PROCESSES", 3)
-    rig = Rig()
+def test_an_evicted_process_is_known_again_when_there_is_room() -> None:
+    rig = Rig(bounds=Bounds(processes=3))
     rig.job(100, contexts=2)
     others = [rig.job(200 + number)[0] for number in range(4)]
     usage = rig.update()
@@ -207,7 +183,7 @@ def test_an_evicted_process_is_known_again_when_there_is_room(
         rig.tracker.handle_events(rig.world.drain())
         rig.tracker.handle_process_gone(other.key, rig.world.now_ns)
     for _ in range(3):
-        usage = rig.update_after(QUARANTINE_NS)
+        usage = rig.update_after(BOUNDS.quarantine_ns)
         if rig.tracker.needs_rebuild:
             rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
         rig.world.delete_rows(rig.tracker.pop_removed())
@@ -250,9 +226,8 @@ def test_a_closed_gpu_stays_doubted() -> None:
     assert rig.update().doubted == {V0, V1}
 
 
-def test_a_process_without_room_for_a_file_may_have_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files, "MAX_FILES_OF_PROCESS", 3)
-    rig = Rig()
+def test_a_process_without_room_for_a_file_may_have_any_gpu() -> None:
+    rig = Rig(bounds=Bounds(files_of_process=3))
     task, _ = rig.job(100)
     for minor in (0, 1):
         rig.world.open(task, gpu_file(minor))
@@ -299,11 +274,8 @@ def test_after_a_partial_scan_no_file_counts_as_gone() -> None:
     assert use_of(rig.tracker.usage_snapshot(0), 100).files == 2
 
 
-def test_a_group_of_objects_above_the_share_is_not_counted_as_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(clients, "MAX_OF_OWNER", 3)
-    rig = Rig()
+def test_a_group_of_objects_above_the_share_is_not_counted_as_freed() -> None:
+    rig = Rig(bounds=Bounds(objects_of_owner=3))
     task, control = rig.job(contexts=0)
     client = rig.world.client(task, control)
     device = rig.world.alloc(task, client, client, DEVICE, 0)
@@ -331,17 +303,14 @@ def test_losses_add_up() -> None:
     assert (usage.events_lost, usage.incomplete_because) == (7, "events were lost")
 
 
-def test_evicted_files_count_with_their_clients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig()
+def test_evicted_files_count_with_their_clients() -> None:
+    rig = Rig(bounds=Bounds(files=16))
     task, control = rig.job(200, contexts=1)
     for _ in range(20):
         rig.world.open(task, gpu_file(0))
     rig.job(100, contexts=1)
-    assert rig.update().complete
-    monkeypatch.setattr(open_files, "MAX_FILES", 16)
-    rig.tracker.handle_events([])
+    rig.tracker.handle_events(rig.world.drain())
+    rig.read_statuses()
     usage = rig.tracker.usage_snapshot(0)
     # Ten of 24 files, and the client of six objects in the first of them.
     assert usage.evicted == 10 + 6
@@ -352,31 +321,26 @@ def test_evicted_files_count_with_their_clients(
     assert control in rig.world.files
 
 
-def test_a_process_that_loses_files_is_partial_though_they_have_no_clients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig()
+def test_a_process_that_loses_files_is_partial_though_they_have_no_clients() -> None:
+    rig = Rig(bounds=Bounds(files=16))
     task = rig.world.spawn(200)
     for _ in range(20):
         rig.world.open(task, gpu_file(0))
-    rig.update()
-    monkeypatch.setattr(open_files, "MAX_FILES", 16)
-    rig.tracker.handle_events([])
+    rig.tracker.handle_events(rig.world.drain())
+    rig.read_statuses()
     (use,) = rig.tracker.usage_snapshot(0).processes
     assert use.partial
 
 
-def test_files_without_a_holder_are_evicted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
+def test_files_without_a_holder_are_evicted_too() -> None:
+    rig = Rig(bounds=Bounds(files=4))
     rig.tracker.set_release_events(enabled=True)
     rig.world.tier_driver = True
-    for number in range(6):
+    for number in range(5):
         task, control = rig.job(100 + number, contexts=1)
         rig.world.post(task, control)
         rig.world.exit(task)
         rig.update()
-    monkeypatch.setattr(open_files, "MAX_FILES", 4)
-    rig.tracker.handle_events([])
     assert len(rig.update().orphans) == 3
 
 

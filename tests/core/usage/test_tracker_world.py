@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from agent.core.usage.bounds import BOUNDS
 from agent.core.usage.gpu_map import CONTROL
 from agent.core.usage.processes import UNKNOWN_START
 from agent.core.usage.tracker import Tracker
@@ -23,12 +24,14 @@ Found = Counter[tuple[ProcessKey, GpuUuid | None]]
 class AgainstTheKernel(RuleBasedStateMachine):
     """Few pids and addresses, so that they are reused all the time."""
 
+    bounds = BOUNDS
+
     @initialize(tier_driver=st.booleans(), reports_starts=st.booleans(), reports_opens=st.booleans())
     def begin(self, *, tier_driver: bool, reports_starts: bool, reports_opens: bool) -> None:
         self.world = World(
             tier_driver=tier_driver, reports_starts=reports_starts, reports_opens=reports_opens
         )
-        self.tracker = Tracker(GPUS)
+        self.tracker = Tracker(GPUS, bounds=self.bounds)
         self.tracker.set_release_events(enabled=tier_driver)
         self.reported_gone: set[ProcessKey] = set()
         self.seen: set[ProcessKey] = set()

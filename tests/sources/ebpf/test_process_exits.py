@@ -41,7 +41,7 @@ def spawn() -> Iterator[Spawn]:
 class Watching:
     def __init__(self) -> None:
         self.exits: list[ProcessKey] = []
-        self.watcher = ProcessExits(PROC, self.exits.append)
+        self.watcher = ProcessExits(PROC, self.exits.append, 1_024)
 
 
 @pytest.fixture

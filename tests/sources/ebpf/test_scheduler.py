@@ -3,9 +3,6 @@
 import asyncio
 from collections.abc import Iterator
 
-import pytest
-
-from agent.sources.ebpf import scheduler as ebpf_scheduler
 from agent.sources.ebpf.scheduler import StepScheduler
 
 
@@ -48,12 +45,9 @@ async def test_a_later_update_waits_behind_earlier_ones() -> None:
     assert ran == ["ahead", "behind"]
 
 
-async def test_the_queue_is_bounded_and_dropped_events_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ebpf_scheduler, "MAX_WAITING", 10)
+async def test_the_queue_is_bounded_and_dropped_events_are_counted() -> None:
     ran: list[str] = []
-    scheduler = StepScheduler()
+    scheduler = StepScheduler(max_waiting=10)
     assert await scheduler.run(steps(ran, scheduler, "a", "b", "c", size=4)) == 4
     assert ran == ["first", "second", "a", "b"]
     assert await scheduler.run(steps(ran, scheduler, "d", "e", size=5)) == 0

@@ -21,8 +21,6 @@ from agent.model.structs import replace
 from agent.model.usage import GpuHold, ProcessUse, Usage
 from agent.probe.request import Request
 from agent.simulation.driver_double.nodes import Gpu
-from agent.sources.ebpf import process_exits
-from agent.sources.ebpf import source as ebpf
 from agent.sources.ebpf.rounds import EbpfSettings
 from agent.sources.ebpf.source import EbpfSource, Tier
 from tests.probe.machines import Machine
@@ -170,19 +168,16 @@ async def test_holders_are_emitted_without_contexts(hold: Hold, proc: Path) -> N
 
 async def test_the_exit_of_a_holder_is_emitted(hold: Hold, proc: Path) -> None:
     process = hold("nvidia0")
-    async with following(proc, replace(QUICK, procfs_scan_ns=3_600 * SECOND_NS)) as followed:
+    async with following(proc, replace(QUICK, procfs_scan_ns=3_600 * SECOND_NS, max_readings=2)) as followed:
         await followed.usage(holds(process.pid))
         process.kill()
         process.wait()
         await followed.usage(lambda usage: use_of(usage, process.pid) is None)
 
 
-async def test_an_unwatched_zombie_holds_nothing(
-    hold: Hold, proc: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_exits, "MAX_WATCHED", 0)
+async def test_an_unwatched_zombie_holds_nothing(hold: Hold, proc: Path) -> None:
     process = hold("nvidia0")
-    async with following(proc) as followed:
+    async with following(proc, replace(QUICK, max_watched=0)) as followed:
         await followed.usage(holds(process.pid))
         process.kill()
         gone = await followed.usage(lambda usage: use_of(usage, process.pid) is None)
@@ -244,12 +239,9 @@ async def test_no_thread_is_started_while_nothing_happens(hold: Hold, proc: Path
         assert await followed.source._thread.do(threading.get_ident) == thread
 
 
-async def test_readings_are_bounded_and_every_process_is_read(
-    hold: Hold, proc: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ebpf, "MAX_READINGS", 2)
+async def test_readings_are_bounded_and_every_process_is_read(hold: Hold, proc: Path) -> None:
     processes = [hold("nvidia0") for _ in range(5)]
-    async with following(proc, replace(QUICK, procfs_scan_ns=3_600 * SECOND_NS)) as followed:
+    async with following(proc, replace(QUICK, procfs_scan_ns=3_600 * SECOND_NS, max_readings=2)) as followed:
         usage = await followed.usage(lambda usage: all(use_of(usage, each.pid) for each in processes))
         snapshots = [fact.usage for fact in followed.seen.of(GpuUseSeen)]
 
