@@ -18,7 +18,6 @@ from agent.simulation.directory import NodeDirectory
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.node import DriverWanted, SimulatedNode
 from agent.simulation.presets import load_preset
-from tests.agent_process import clean_environment
 from tests.killed_runs import WITH_US
 
 GPU = "nvidia.com/gpu"
@@ -64,15 +63,21 @@ def why_no_driver_double() -> str | None:
 
 
 class AgentProcess:
-    """``gpu-agent run`` on a simulated node."""
+    """A process that is, or becomes, ``gpu-agent run``, and the lines of its log."""
 
-    def __init__(self, process: asyncio.subprocess.Process, control_socket: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, flags: Mapping[str, str]) -> None:
         self.process = process
-        self.control_socket = control_socket
+        self.flags = flags
         self._log: list[dict[str, Any]] = []
         self._raw: list[str] = []
+        self._has_ended = False
         self._grown = asyncio.Condition()
         self._reading = asyncio.get_running_loop().create_task(self._read(), name="test-agent-log")
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self.process.pid
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -80,9 +85,19 @@ class AgentProcess:
         return list(self._log)
 
     @property
+    def sentences(self) -> list[str]:
+        """Return the lines of standard error that are no log lines: what is written for people."""
+        return [line for line in self._raw if not line.startswith("{")]
+
+    @property
     def text(self) -> str:
         """Return everything written to standard error so far."""
         return "\n".join(self._raw)
+
+    @property
+    def events(self) -> list[str]:
+        """Return the event of each log line, or its message if it has none."""
+        return [line.get("event", line["message"]) for line in self._log]
 
     async def _read(self) -> None:
         assert self.process.stderr is not None
@@ -91,23 +106,49 @@ class AgentProcess:
             self._raw.append(line)
             with contextlib.suppress(ValueError):
                 self._log.append(json.loads(line))
-            async with self._grown:
-                self._grown.notify_all()
+            await self._wake()
+        self._has_ended = True
+        await self._wake()
 
-    async def wait_logged(self, predicate: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Wait for a line of the log."""
-        async with asyncio.timeout(PATIENCE_S), self._grown:
-            while True:
-                for line in self._log:
-                    if predicate(line):
-                        return line
-                await self._grown.wait()
+    async def _wake(self) -> None:
+        async with self._grown:
+            self._grown.notify_all()
+
+    async def wait_logged(
+        self, predicate: Callable[[dict[str, Any]], bool], *, count: int = 1
+    ) -> dict[str, Any]:
+        """Wait for the n-th such line of the log."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S), self._grown:
+                while True:
+                    found = [line for line in self._log if predicate(line)]
+                    if len(found) >= count:
+                        return found[count - 1]
+                    if self._has_ended:
+                        break
+                    await self._grown.wait()
+        raise AssertionError(f"The line was not logged; the agent logged:\n{self.text}")
+
+    async def wait_line(self, message: str, *, count: int = 1, **fields: object) -> dict[str, Any]:
+        """Wait for the n-th log line with this event, or this start of its message, and these fields."""
+        return await self.wait_logged(
+            lambda line: is_about(line, message) and all(line.get(name) == fields[name] for name in fields),
+            count=count,
+        )
+
+    async def wait_registered(self, count: int = 1) -> None:
+        """Wait for a registration."""
+        await self.wait_line("Registered with the kubelet", count=count)
 
     async def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the exit; returns the exit status."""
         if self.process.returncode is None:
-            send_signal(self.process, number)
+            self.signal(number)
         return await self.ended()
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        send_signal(self.process, number)
 
     async def ended(self) -> int:
         """Wait for the exit and for the last line; returns the exit status."""
@@ -118,7 +159,7 @@ class AgentProcess:
 
     async def get(self, path: str) -> tuple[int, Any]:
         """Return the answer of the control socket: status and JSON, or text if it is none."""
-        reader, writer = await asyncio.open_unix_connection(os.fspath(self.control_socket))
+        reader, writer = await asyncio.open_unix_connection(self.flags["control-socket"])
         try:
             writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
             answer = await reader.read()
@@ -144,41 +185,30 @@ class AgentProcess:
         raise AssertionError(f"{path} answered last {last}; the agent logged:\n{self.text}")
 
 
-@contextlib.asynccontextmanager
-async def agent_process(
-    node: SimulatedNode,
-    environment: Mapping[str, str] | None = None,
-    /,
-    *,
-    launcher: Sequence[str] = (),
-    **flags: str | None,
-) -> AsyncIterator[AgentProcess]:
-    """Run the agent; a flag's name is written with underscores, and one that is None is omitted.
+def is_about(line: Mapping[str, Any], message: str) -> bool:
+    """Return whether a log line is of an event, or its message begins so."""
+    return bool(line.get("event") == message or line["message"].startswith(message))
 
-    ``launcher`` is put before its command line, and has to become the agent. It is killed when the context
-    or this process ends.
+
+@contextlib.asynccontextmanager
+async def started(
+    command: Sequence[str], flags: Mapping[str, str], environment: Mapping[str, str]
+) -> AsyncIterator[AgentProcess]:
+    """Start what becomes the agent, with the variables that configure one only if they are given here.
+
+    It is killed when the context or this process ends.
     """
-    directory = node.directory
-    asked = {name.replace("_", "-"): value for name, value in flags.items()}
-    usual = directory.agent_flags() | {"http-listen": "", "log-format": "json"} | CASE_FLAGS
-    if not node.has_driver:
-        # It could see nothing, and loading it costs seconds of CPU time.
-        usual["probe-tier"] = "off"
-    elif OBJECT.exists():
-        usual["probe-loader"] = "core"  # and this one a fraction of that
-    given = {name: value for name, value in (usual | asked).items() if value is not None}
     process = await asyncio.create_subprocess_exec(
-        *(*WITH_US, *launcher, sys.executable, "-m", "agent", "run"),
-        *(f"--{name}={value}" for name, value in given.items()),
+        *(*WITH_US, *command),
         cwd=ROOT,
-        env=environment_of_children(os.environ, ["GPU_AGENT_SIM_STATE"]) | dict(environment or {}),
+        env=clean_environment() | dict(environment),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         limit=1024 * 1024,
         process_group=0,
     )
-    agent = AgentProcess(process, Path(given["control-socket"]))
+    agent = AgentProcess(process, flags)
     try:
         yield agent
     except BaseException as error:
@@ -189,6 +219,65 @@ async def agent_process(
         if process.returncode is None:
             send_signal(process, signal.SIGKILL)
         await agent.ended()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    flags: Mapping[str, str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    launcher: Sequence[str] = (),
+    prelude: str = "",
+) -> AsyncIterator[AgentProcess]:
+    """Run an agent. ``prelude`` is Python to run before it, ``launcher`` what has to become it."""
+    given = (f"--{name}={value}" for name, value in flags.items())
+    command = (*launcher, *interpreter(prelude), "run", *given)
+    async with started(command, flags, environment or {}) as agent:
+        yield agent
+
+
+def interpreter(prelude: str = "") -> tuple[str, ...]:
+    """Return the command line of ``gpu-agent``, and of Python before it."""
+    if not prelude:
+        return (sys.executable, "-m", "agent")
+    code = f"{prelude}\nimport sys\nfrom agent.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    return (sys.executable, "-c", code)
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment without the variables that configure an agent."""
+    from agent.config.options import OPTIONS  # noqa: PLC0415 - most tests need none of it
+
+    ours = {name for option in OPTIONS.values() for name in option.variables} | {"GPU_AGENT_SIM_STATE"}
+    return environment_of_children(os.environ, sorted(ours))
+
+
+def flags_of(node: SimulatedNode, **flags: str) -> dict[str, str]:
+    """Return the flags of an agent on a simulated node, with HTTP at a port of its own."""
+    given = {name.replace("_", "-"): value for name, value in flags.items()}
+    return node.directory.agent_flags() | {"http-listen": "127.0.0.1:0", "log-format": "json"} | given
+
+
+@contextlib.asynccontextmanager
+async def agent_process(
+    node: SimulatedNode,
+    environment: Mapping[str, str] | None = None,
+    /,
+    *,
+    launcher: Sequence[str] = (),
+    **flags: str | None,
+) -> AsyncIterator[AgentProcess]:
+    """Run an agent with short periods; a flag's name has underscores, and one that is None is omitted."""
+    asked = {name.replace("_", "-"): value for name, value in flags.items()}
+    usual = flags_of(node) | {"http-listen": ""} | CASE_FLAGS
+    if not node.has_driver:
+        # It could see nothing, and loading it costs seconds of CPU time.
+        usual["probe-tier"] = "off"
+    elif OBJECT.exists():
+        usual["probe-loader"] = "core"  # and this one a fraction of that
+    given = {name: value for name, value in (usual | asked).items() if value is not None}
+    async with running(given, environment=environment, launcher=launcher) as agent:
+        yield agent
 
 
 async def wait_allocatable(
@@ -277,7 +366,7 @@ async def running_command(
     It is killed when the context or this process ends.
     """
     process = await asyncio.create_subprocess_exec(
-        *(*WITH_US, *launcher, sys.executable, "-m", "agent"),
+        *(*WITH_US, *launcher, *interpreter()),
         *arguments,
         cwd=ROOT,
         env={**clean_environment(), **(environment or {})},

@@ -14,16 +14,16 @@ import pytest
 from agent.commands.client import AgentClient
 from agent.simulation.node import SimulatedNode
 from agent.threads import in_daemon_thread
-from tests.agent_process import (
+from tests.harness import (
     GPU,
     AgentProcess,
-    eventually,
     flags_of,
-    node_directory,
     running,
+    short_directory,
     simulated_node,
     wait_allocatable,
 )
+from tests.sources.recorder import until
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ async def readiness(agent: AgentProcess) -> str:
 async def test_an_agent_advertises_the_gpus_to_the_kubelet(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as agent:
         await agent.wait_registered()
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         document = await ask(agent, "/v1/devices")
         assert [device["health"] for device in document["devices"]] == ["healthy"] * 4
         assert "[+]grpc-socket ok" in await readiness(agent)
@@ -67,19 +67,19 @@ async def test_an_agent_advertises_the_gpus_to_the_kubelet(node: SimulatedNode) 
 async def test_http_comes_after_the_registration(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as agent:
         await agent.wait_line("Listening", listener="http")
-        messages = agent.messages()
+        messages = agent.events
         assert messages.index("Registered with the kubelet") < next(
             n for n, line in enumerate(messages) if line.startswith("Listening on ")
         )
 
 
 async def test_the_agent_waits_for_the_kubelet() -> None:
-    async with simulated_node(kubelet=False) as node, running(flags_of(node)) as agent:
+    async with simulated_node(kubelet_present=False) as node, running(flags_of(node)) as agent:
         await agent.wait_line("NVML lists other GPUs")
         document = await ask(agent, "/preflight")
         assert [reason["code"] for reason in document["reasons"]] == ["kubelet_unavailable"]
         await node.kubelet.start()
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         assert len(node.kubelet.registrations) == 1
 
 
@@ -87,8 +87,7 @@ async def test_without_a_driver_the_agent_exits_with_one_sentence(node: Simulate
     flags = flags_of(node, nvml_library="/nonexistent/libnvidia-ml.so.1")
     async with running(flags) as agent:
         assert await agent.ended() == 1
-        await eventually(lambda: agent.is_over)
-        (sentence,) = agent.plain
+        (sentence,) = agent.sentences
         assert sentence.startswith("gpu-agent: No NVIDIA driver library was found at /nonexistent/")
         assert sentence.endswith("; or wait for the driver with --fail-on-init-error=false")
 
@@ -101,16 +100,15 @@ async def test_the_agent_waits_for_a_missing_driver_if_configured(node: Simulate
         assert [reason["code"] for reason in document["reasons"]] == ["driver_not_loaded"]
         assert "[-]source-nvml failed" in await readiness(agent)
         node.nvml.load_driver()
-        await wait_allocatable(node, 4)
-        assert agent.plain == []
+        await wait_allocatable(node.kubelet, 4)
+        assert agent.sentences == []
 
 
 async def test_the_agent_exits_if_the_driver_does_not_answer_in_time(node: SimulatedNode) -> None:
     node.nvml.hang(function="nvmlInitWithFlags")
     async with running(flags_of(node, init_deadline="100ms")) as agent:
         assert await agent.ended() == 1
-        await eventually(lambda: agent.is_over)
-        assert "did not answer within 0.1 s" in agent.plain[0]
+        assert "did not answer within 0.1 s" in agent.sentences[0]
 
 
 async def test_the_agent_waits_for_the_first_gpu(node: SimulatedNode) -> None:
@@ -119,7 +117,7 @@ async def test_the_agent_waits_for_the_first_gpu(node: SimulatedNode) -> None:
     async with running(flags_of(node, poll="50ms")) as agent:
         await agent.wait_line("NVML was initialised")
         node.nvml.reveal_gpu(0)
-        await wait_allocatable(node, 1)
+        await wait_allocatable(node.kubelet, 1)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +140,9 @@ async def test_a_mistake_of_the_operator_is_one_sentence_and_exit_code_2(
 ) -> None:
     async with running(flags_of(node) | {flag: value}) as agent:
         assert await agent.ended() == 2
-        await eventually(lambda: agent.is_over)
-        (line,) = agent.plain
+        (line,) = agent.sentences
         assert sentence in line
-        assert agent.lines == []
+        assert agent.log == []
 
 
 async def test_a_port_in_use_never_stops_the_plugin(node: SimulatedNode) -> None:
@@ -154,7 +151,7 @@ async def test_a_port_in_use_never_stops_the_plugin(node: SimulatedNode) -> None
         listener.listen()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         async with running(flags_of(node, http_listen=address)) as agent:
-            await wait_allocatable(node, 4)
+            await wait_allocatable(node.kubelet, 4)
             line = await agent.wait_line(f"Could not listen on {address}: ")
             assert line["detail"] == "Address already in use"
             assert await agent.stop() == 0
@@ -166,11 +163,11 @@ async def test_a_port_in_use_never_stops_the_plugin(node: SimulatedNode) -> None
 async def test_an_unhealthy_gpu_stays_unhealthy_over_a_restart(node: SimulatedNode) -> None:
     uuid = node.nvml.uuid(2)
     async with running(flags_of(node)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.push_xid(2, 79)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         state = Path(node.directory.agent_flags()["state-dir"], "state.json")
-        await eventually(lambda: state.exists() and b'"code":79' in state.read_bytes())
+        await until(lambda: state.exists() and b'"code":79' in state.read_bytes())
         agent.signal(signal.SIGKILL)
         await agent.ended()
     before = len(node.kubelet.lists)
@@ -196,12 +193,12 @@ async def test_sigterm_exits_with_0_and_removes_the_sockets(node: SimulatedNode)
         assert names <= {"kubelet.sock", "control.sock", "kmsg", "socket"}
         assert not Path(agent.flags["control-socket"]).exists()
         assert not (node.directory.device_plugins / "nvidia-gpu.sock").exists()
-        assert agent.plain == []
+        assert agent.sentences == []
 
 
 async def test_streams_close_cleanly_and_no_device_is_reported_unhealthy(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         sent = len(node.kubelet.lists)
         assert await agent.stop() == 0
         await node.kubelet.wait_for(lambda kubelet: bool(kubelet.stream_ends), timeout_s=60)
@@ -219,11 +216,10 @@ async def test_the_agent_exits_in_time_although_a_call_hangs_in_the_driver(node:
     async with running(flags_of(node, call_deadline="1s", poll="50ms")) as agent:
         await agent.wait_registered()
         node.nvml.hang(gpu=1)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         async with asyncio.timeout(30):
             assert await agent.stop() == 0
-        await eventually(lambda: agent.is_over)
-        assert "Left while a call hangs in the driver" in agent.messages()
+        assert "Left while a call hangs in the driver" in agent.events
 
 
 async def test_a_second_signal_exits_at_once(node: SimulatedNode) -> None:
@@ -239,8 +235,7 @@ async def test_a_shutdown_that_hangs_is_cut_off(node: SimulatedNode) -> None:
     async with running(flags_of(node), prelude=NEVER_DRAINS + IMPATIENT) as agent:
         await agent.wait_registered()
         assert await agent.stop() == 1
-        await eventually(lambda: agent.is_over)
-        assert any(line.startswith("The agent did not stop within ") for line in agent.messages())
+        assert any(line.startswith("The agent did not stop within ") for line in agent.events)
 
 
 NEVER_DRAINS = """
@@ -268,10 +263,10 @@ async def test_sigusr2_writes_the_stacks_of_tasks_and_threads(node: SimulatedNod
 
 async def test_sigpipe_and_a_closed_standard_error_are_harmless(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         agent.signal(signal.SIGPIPE)
         node.nvml.push_xid(0, 79)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
 
 
 # Bugs
@@ -296,10 +291,9 @@ async def test_a_bug_shuts_the_agent_down_in_order_with_one_sentence(
 ) -> None:
     async with running(flags_of(node), prelude=f"import agent.app\n{bug}\n") as agent:
         assert await agent.ended() == 1
-        await eventually(lambda: agent.is_over)
-        (line,) = agent.plain
+        (line,) = agent.sentences
         assert line.startswith(f"gpu-agent: {sentence}")
-        assert any(line.startswith("Stopping: ") for line in agent.messages())
+        assert any(line.startswith("Stopping: ") for line in agent.events)
         assert not Path(agent.flags["control-socket"]).exists()
 
 
@@ -307,7 +301,7 @@ async def test_a_bug_in_a_sink_that_is_not_critical_makes_no_gpu_unhealthy(node:
     bug = "import agent.sinks.http.sink as http\nhttp.HttpSink.run = None\n"
     async with running(flags_of(node), prelude=bug) as agent:
         await agent.wait_line("The task http failed", task="http", count=2)
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         assert await agent.stop() == 0
 
 
@@ -318,10 +312,10 @@ async def test_a_reload_changes_what_is_advertised(node: SimulatedNode) -> None:
     path = node.directory.path / "config.yaml"
     path.write_text("version: v1\n")
     async with running(flags_of(node, config_file=str(path))) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         path.write_text("sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 3}]}}\n")
         agent.signal(signal.SIGHUP)
-        await wait_allocatable(node, 12)
+        await wait_allocatable(node.kubelet, 12)
 
 
 async def test_a_reload_changes_mig_strategy_sharing_and_what_a_container_gets() -> None:
@@ -330,15 +324,15 @@ async def test_a_reload_changes_mig_strategy_sharing_and_what_a_container_gets()
         path = node.directory.path / "config.yaml"
         path.write_text("flags: {migStrategy: none}\n")
         async with running(flags_of(node, config_file=str(path))) as agent:
-            await wait_allocatable(node, 2)
+            await wait_allocatable(node.kubelet, 2)
             path.write_text(
                 "flags: {migStrategy: mixed, plugin: {deviceListStrategy: volume-mounts}}\n"
                 "sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, replicas: 3}]}}\n"
             )
             agent.signal(signal.SIGHUP)
-            await wait_allocatable(node, 2, resource="nvidia.com/mig-1g.10gb")
-            await wait_allocatable(node, 3, resource="nvidia.com/gpu.shared")
-            await wait_allocatable(node, 0)
+            await wait_allocatable(node.kubelet, 2, resource="nvidia.com/mig-1g.10gb")
+            await wait_allocatable(node.kubelet, 3, resource="nvidia.com/gpu.shared")
+            await wait_allocatable(node.kubelet, 0)
             pod = await node.kubelet.run_pod("job", "ns1", {"main": {"nvidia.com/gpu.shared": 1}})
             assert pod.containers["main"].envs == {
                 "NVIDIA_VISIBLE_DEVICES": "/var/run/nvidia-container-devices"
@@ -349,7 +343,7 @@ async def test_a_file_with_a_mistake_changes_nothing_and_is_reported(node: Simul
     path = node.directory.path / "config.yaml"
     path.write_text("version: v1\n")
     async with running(flags_of(node, config_file=str(path))) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         path.write_text("agent: {pol: 1s}\nflags: {migStrategy: x}\n")
         agent.signal(signal.SIGHUP)
         line = await agent.wait_line("Kept the old configuration")
@@ -373,7 +367,7 @@ async def test_the_state_directory_keeps_the_agents_id(node: SimulatedNode) -> N
 
 
 async def test_without_any_driver_or_kubelet_the_agent_waits_quietly() -> None:
-    async with node_directory() as directory:
+    with short_directory() as directory:
         flags = {
             "kubelet-socket": f"{directory}/device-plugins/kubelet.sock",
             "nvml-library": f"{directory}/libnvidia-ml.so.1",
@@ -388,5 +382,5 @@ async def test_without_any_driver_or_kubelet_the_agent_waits_quietly() -> None:
             document = await ask(agent, "/preflight")
             assert document["reasons"][0]["code"] == "driver_not_loaded"
             assert await agent.stop() == 0
-            assert [line for line in agent.messages() if line.startswith("NVML")] == ["NVML is not available"]
-            assert json.dumps(agent.plain) == "[]"
+            assert [line for line in agent.events if line.startswith("NVML")] == ["NVML is not available"]
+            assert json.dumps(agent.sentences) == "[]"

@@ -31,7 +31,7 @@ from agent.config.options import OPTIONS
 from agent.errors import AgentUnreachableError
 from agent.simulation.node import SimulatedNode
 from agent.threads import in_daemon_thread
-from tests.agent_process import AgentProcess, clean_environment, flags_of, running, simulated_node
+from tests.harness import AgentProcess, clean_environment, flags_of, running, simulated_node
 from tests.killed_runs import WITH_US
 
 ALL_COMMANDS = tuple(all_commands())

@@ -15,9 +15,15 @@ import pytest
 
 from agent import __version__
 from agent.simulation.node import SimulatedNode
-from tests.agent_process import AgentProcess, clean_environment, flags_of, simulated_node, wait_allocatable
-from tests.harness import ROOT
-from tests.killed_runs import WITH_US
+from tests.harness import (
+    ROOT,
+    AgentProcess,
+    clean_environment,
+    flags_of,
+    simulated_node,
+    started,
+    wait_allocatable,
+)
 
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
@@ -64,22 +70,9 @@ async def plugin(tmp_path: Path, node: SimulatedNode, **further: str) -> AsyncIt
 
     flags = flags_of(node, **further)
     environment = {OPTIONS[name].environment: value for name, value in flags.items()}
-    process = await asyncio.create_subprocess_exec(
-        *(*WITH_US, str(script(tmp_path, "nvidia-device-plugin"))),
-        stdin=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env=clean_environment() | environment,
-        limit=2**20,
-    )
-    agent = AgentProcess(process, flags)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(agent.read())
-        try:
-            yield agent
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+    command = (str(script(tmp_path, "nvidia-device-plugin")),)
+    async with started(command, flags, environment) as agent:
+        yield agent
 
 
 async def test_nvidias_config_manager_finds_the_plugin_and_its_signal_is_a_reload(tmp_path: Path) -> None:
@@ -87,7 +80,7 @@ async def test_nvidias_config_manager_finds_the_plugin_and_its_signal_is_a_reloa
         config = tmp_path / "config.yaml"
         config.symlink_to("/dev/null")
         async with plugin(tmp_path, node, config_file=str(config)) as agent:
-            await wait_allocatable(node, 4)
+            await wait_allocatable(node.kubelet, 4)
             assert agent.pid in find_pid_to_signal("nvidia-device-plugin")
             assert Path(f"/proc/{agent.pid}/comm").read_text() == "nvidia-device-p\n"
 
@@ -97,7 +90,7 @@ async def test_nvidias_config_manager_finds_the_plugin_and_its_signal_is_a_reloa
             config.unlink()
             config.symlink_to(tmp_path / "shared")
             os.kill(agent.pid, signal.SIGHUP)
-            await wait_allocatable(node, 8)
+            await wait_allocatable(node.kubelet, 8)
             assert await agent.stop() == 0
 
 
@@ -112,7 +105,7 @@ async def test_signals_from_the_moment_it_can_be_found_do_not_kill_it(tmp_path: 
 
         async with asyncio.TaskGroup() as group:
             signalling = group.create_task(signal_it())
-            await wait_allocatable(node, 4)
+            await wait_allocatable(node.kubelet, 4)
             signalling.cancel()
         assert await agent.stop() == 0
 
@@ -227,48 +220,38 @@ async def test_without_any_right_the_agent_advertises_gpus_and_names_disabled_co
         for name in ("state-dir", "control-socket"):
             del flags[name]
         environment = {OPTIONS[name].environment: value for name, value in flags.items()}
-        process = await asyncio.create_subprocess_exec(
-            *(*WITH_US, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+        environment["KUBERNETES_SERVICE_HOST"] = "10.0.0.1"
+        command = (
+            *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
             *("sh", "-c", DEGRADED, "sh", str(script(tmp_path, "nvidia-device-plugin"))),
-            stdin=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env=clean_environment() | environment | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
-            limit=2**20,
         )
-        agent = AgentProcess(process, flags)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(agent.read())
-            try:
-                await wait_allocatable(node, 4)
-                line = await agent.wait_line("Some components are disabled")
-                assert [part.partition(":")[0] for part in line["components"]] == [
-                    "kernel log",
-                    "pods",
-                    "state over restarts",
-                ]
-                assert any("/run/gpu-agent/state is its own" in part for part in line["components"])
-                uuid = node.nvml.uuid(1)
-                before = len(node.kubelet.lists)
-                node.nvml.push_xid(1, 79)
-                await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > before, timeout_s=60)
-                assert node.kubelet.lists[before].unhealthy == (uuid,)
-                await agent.wait_line("Listening", listener="control")
-                entered = await asyncio.create_subprocess_exec(
-                    *("nsenter", "-t", str(child_of(process.pid)), "-m", sys.executable, "-m", "agent"),
-                    *("status", "-o", "json"),
-                    env=clean_environment() | {"PYTHONPATH": str(ROOT)},
-                    stdout=asyncio.subprocess.PIPE,
-                )
-                out, _ = await entered.communicate()
-                assert [part["name"] for part in json.loads(out)["agent"]["off"]] == [
-                    "kernel log",
-                    "pods",
-                    "state over restarts",
-                ]
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+        async with started(command, flags, environment) as agent:
+            await wait_allocatable(node.kubelet, 4)
+            line = await agent.wait_line("Some components are disabled")
+            assert [part.partition(":")[0] for part in line["components"]] == [
+                "kernel log",
+                "pods",
+                "state over restarts",
+            ]
+            assert any("/run/gpu-agent/state is its own" in part for part in line["components"])
+            uuid = node.nvml.uuid(1)
+            before = len(node.kubelet.lists)
+            node.nvml.push_xid(1, 79)
+            await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > before, timeout_s=60)
+            assert node.kubelet.lists[before].unhealthy == (uuid,)
+            await agent.wait_line("Listening", listener="control")
+            entered = await asyncio.create_subprocess_exec(
+                *("nsenter", "-t", str(child_of(agent.pid)), "-m", sys.executable, "-m", "agent"),
+                *("status", "-o", "json"),
+                env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+                stdout=asyncio.subprocess.PIPE,
+            )
+            out, _ = await entered.communicate()
+            assert [part["name"] for part in json.loads(out)["agent"]["off"]] == [
+                "kernel log",
+                "pods",
+                "state over restarts",
+            ]
 
 
 def child_of(pid: int) -> int:

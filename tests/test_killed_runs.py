@@ -5,9 +5,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.agent_process import eventually
 from tests.harness import ROOT
 from tests.killed_runs import LOCK, WITH_US, held, remove_stale
+from tests.sources.recorder import until
 
 RUN = """\
 import subprocess, tempfile
@@ -36,7 +36,7 @@ async def test_a_killed_run_leaves_no_process_and_the_next_run_removes_its_direc
         remove_stale(Path(place).parent, "gpu-")
         assert Path(place, LOCK).exists()
         run.kill()
-    await eventually(lambda: not Path("/proc", pid).exists())
+    await until(lambda: not Path("/proc", pid).exists())
     remove_stale(Path(place).parent, "gpu-")
     assert not Path(place).exists()
     assert Path(tempfile.gettempdir()).exists()

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from agent.simulation.node import SimulatedNode
-from tests.agent_process import (
+from tests.harness import (
     PATIENCE_S,
     AgentProcess,
-    eventually,
+    Command,
     flags_of,
+    gpu_agent,
     running,
     simulated_node,
     wait_allocatable,
 )
-from tests.harness import Command, gpu_agent
+from tests.sources.recorder import until
 
 pytestmark = pytest.mark.slow
 
@@ -52,25 +53,25 @@ def evidence(agent: AgentProcess) -> list[Path]:
 async def test_a_hold_outlives_the_agent_until_unhold(node: SimulatedNode) -> None:
     uuid = node.nvml.uuid(2)
     async with running(flags_of(node)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         done = await command(agent, "hold", "2", "--why", "noisy fan")
         assert (done.status, done.out, done.err) == (0, f"GPU 2 ({uuid}) is held: noisy fan\n", "")
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         state = Path(agent.flags["state-dir"], "state.json")
-        await eventually(lambda: b"noisy fan" in state.read_bytes())
+        await until(lambda: b"noisy fan" in state.read_bytes())
         agent.signal(signal.SIGKILL)
         await agent.ended()
     lists = len(node.kubelet.lists)
     async with running(flags_of(node, **QUICK)) as agent:
         await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > lists, timeout_s=60)
         assert node.kubelet.lists[lists].unhealthy == (uuid,) or len(node.kubelet.lists[lists].unhealthy) == 4
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         devices = await command(agent, "devices")
         assert "held" in devices.out
         status = await command(agent, "status")
         assert f"Held     {uuid}: noisy fan" in status.out
         assert (await command(agent, "unhold", node.nvml.uuid(2))).status == 0
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         assert (await command(agent, "unhold", "2")).status == 2
 
 
@@ -79,18 +80,18 @@ async def test_a_hold_outlives_the_agent_until_unhold(node: SimulatedNode) -> No
 
 async def test_recover_clears_a_condition_that_only_a_person_can(node: SimulatedNode) -> None:
     async with running(flags_of(node, **QUICK)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.push_xid(1, 64)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         done = await command(agent, "recover", "1")
         assert done.status == 0
         assert "is healthy" in done.out
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
 
 
 async def test_recover_shows_what_stays(node: SimulatedNode) -> None:
     async with running(flags_of(node, **QUICK)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         await command(agent, "hold", "1", "--why", "x")
         done = await command(agent, "recover", "1")
         assert done.status == 1
@@ -102,32 +103,32 @@ async def test_recover_shows_what_stays(node: SimulatedNode) -> None:
 
 async def test_release_closes_the_driver_and_resume_opens_it(node: SimulatedNode) -> None:
     async with running(flags_of(node, **QUICK)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         done = await command(agent, "release", "--all", "--for", "10m")
         assert (done.status, done.out) == (0, "The driver is released: no file of it is open\n")
-        await wait_allocatable(node, 0)
+        await wait_allocatable(node.kubelet, 0)
         status = await command(agent, "status")
         assert "released on request" in status.out
         assert "(4 maintenance)" in status.out
         assert (await command(agent, "resume")).status == 0
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
 
 
 async def test_a_release_expires(node: SimulatedNode) -> None:
     async with running(flags_of(node, **QUICK)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         before = len(node.kubelet.lists)
         assert (await command(agent, "release", "0", "--for", "1s")).status == 0
         # The second may be over by now, so what the kubelet was sent counts.
         await node.kubelet.wait_for(
             lambda kubelet: any(len(sent.unhealthy) == 1 for sent in kubelet.lists[before:]), PATIENCE_S
         )
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
 
 
 async def test_a_release_outlives_the_agent(node: SimulatedNode) -> None:
     async with running(flags_of(node, **QUICK)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         await command(agent, "release", "--all", "--for", "10m")
         assert await agent.stop() == 0
     inits = node.nvml.calls("nvmlInitWithFlags")
@@ -136,13 +137,13 @@ async def test_a_release_outlives_the_agent(node: SimulatedNode) -> None:
         assert (await document_of(agent, "status"))["released_until"] is not None
         assert node.nvml.calls("nvmlInitWithFlags") == inits
         await command(agent, "resume")
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
 
 
 @pytest.mark.parametrize("arguments", [("release",), ("release", "0", "--all"), ("release", "9")])
 async def test_a_release_of_nothing_is_a_mistake(node: SimulatedNode, arguments: tuple[str, ...]) -> None:
     async with running(flags_of(node)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         done = await command(agent, *arguments)
         assert (done.status, done.out) == (2, "")
         assert len(done.err.splitlines()) == 1
@@ -171,13 +172,13 @@ async def test_the_first_hard_fault_saves_evidence_and_a_bundle_can_be_requested
 ) -> None:
     uuid = node.nvml.uuid(1)
     async with running(flags_of(node)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.push_xid(1, 79)
-        await wait_allocatable(node, 3)
-        await eventually(lambda: bool(evidence(agent)))
+        await wait_allocatable(node.kubelet, 3)
+        await until(lambda: bool(evidence(agent)))
         (path,) = evidence(agent)
         assert path.name.startswith(uuid)
-        await eventually(lambda: path.stat().st_size > 0)
+        await until(lambda: path.stat().st_size > 0)
         kept = json.loads(path.read_bytes())
         assert (kept["gpu"]["uuid"], kept["why"]["number"]) == (uuid, 79)
 
@@ -192,9 +193,9 @@ async def test_the_first_hard_fault_saves_evidence_and_a_bundle_can_be_requested
 async def test_events_from_before_the_agent_was_started_are_on_disk(node: SimulatedNode) -> None:
     began = datetime.now(UTC).isoformat()
     async with running(flags_of(node)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.push_xid(1, 79)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         assert await agent.stop() == 0
     async with running(flags_of(node)) as agent:
         await agent.wait_registered()
@@ -214,7 +215,7 @@ async def test_events_from_before_the_agent_was_started_are_on_disk(node: Simula
 
 async def test_an_event_log_can_be_turned_off(node: SimulatedNode) -> None:
     async with running(flags_of(node, event_log_size="0")) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         assert (await document_of(agent, "status"))["agent"]["event_log"] is None
         assert (await command(agent, "events", "--since", "1h")).status == 0
         assert not Path(agent.flags["state-dir"], "events.jsonl").exists()
@@ -225,7 +226,7 @@ async def test_an_event_log_can_be_turned_off(node: SimulatedNode) -> None:
 
 async def test_every_source_and_sink_has_a_check_and_a_failing_one_is_named(node: SimulatedNode) -> None:
     async with running(flags_of(node, kernel_log="/nonexistent/kmsg")) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         await agent.wait_line("The task kernel-log could not go on", task="kernel-log")
         components = (await document_of(agent, "status"))["agent"]["parts"]
         assert {"part-engine", "part-nvml-gpu", "part-nvml-events"} <= set(components)
@@ -246,7 +247,7 @@ async def test_every_source_and_sink_has_a_check_and_a_failing_one_is_named(node
         }
         status = await command(agent, "status")
         assert "Failing  source-kernel-log: The kernel log /nonexistent/kmsg does not exist" in status.out
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
 
 
 # Reload
@@ -256,7 +257,7 @@ async def test_a_reload_changes_which_xids_flip(node: SimulatedNode) -> None:
     path = node.directory.path / "config.yaml"
     path.write_text("agent: {xids: {79: ignore}}\n")
     async with running(flags_of(node, config_file=str(path))) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.push_xid(0, 79)
         await agent.wait_line("An XID was ignored by policy", xid=79)
         new = path.with_suffix(".new")
@@ -268,5 +269,5 @@ async def test_a_reload_changes_which_xids_flip(node: SimulatedNode) -> None:
         node.nvml.push_xid(1, 94)
         await agent.wait_line("An XID was ignored by policy", xid=94)
         node.nvml.push_xid(2, 79)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         assert not (await document_of(agent, "status"))["observe"]

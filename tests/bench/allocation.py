@@ -11,7 +11,7 @@ from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as plugin_pb
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2_grpc as plugin_grpc
 from tests.bench import yardstick
 from tests.bench.figures import Effort, Figure, Measurement, MeasurementError, beside_yardstick, quantile
-from tests.bench.node import AgentProcess, BenchNode, bench_node
+from tests.bench.node import BenchNode, MeasuredAgent, bench_node
 from tests.bench.waiting import Bystander, Trial, agent_cpu, undisturbed_beside_yardstick
 
 _CALLERS: Final = 8
@@ -94,7 +94,7 @@ def _request(ids: Sequence[str]) -> plugin_pb.AllocateRequest:
 
 
 @contextmanager
-def _client(node: BenchNode, agent: AgentProcess) -> Iterator[_Client]:
+def _client(node: BenchNode, agent: MeasuredAgent) -> Iterator[_Client]:
     with grpc.insecure_channel(f"unix:{node.plugin_socket}") as channel:
         yield _Client(channel, node.uuids, Bystander(agent.pid))
 

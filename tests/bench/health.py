@@ -15,7 +15,7 @@ from agent.simulation.presets import NodeSpec
 from agent.simulation.roots import write_boot_id
 from tests.bench import yardstick
 from tests.bench.figures import Effort, Figure, Measurement, MeasurementError, beside_yardstick
-from tests.bench.node import GPU, AgentProcess, BenchNode, bench_node, free_port
+from tests.bench.node import GPU, BenchNode, MeasuredAgent, bench_node, free_port
 from tests.bench.scrape import Scrapers
 from tests.bench.socket_watcher import SocketWatcher
 from tests.bench.waiting import Bystander, Trial, agent_cpu, undisturbed_beside_yardstick
@@ -88,7 +88,7 @@ class XidTarget:
     """A device plugin on a node of its own, whose GPUs get XIDs."""
 
     node: BenchNode
-    agent: AgentProcess
+    agent: MeasuredAgent
     watcher: SocketWatcher
     bystander: Bystander
     devices: int
@@ -214,8 +214,8 @@ async def _unhealthy_devices(effort: Effort) -> AsyncGenerator[Figure, None]:
 
 
 async def _round(
-    stream: _PodStream, agent: AgentProcess, stack: ExitStack, *, share: int, rng: random.Random
-) -> AgentProcess:
+    stream: _PodStream, agent: MeasuredAgent, stack: ExitStack, *, share: int, rng: random.Random
+) -> MeasuredAgent:
     """Go through one boot; returns the agent that runs at its end."""
     node = stream.node
     slots = rng.sample(range(len(node.uuids)), 3)

@@ -23,7 +23,7 @@ from tests.bench.figures import (
     median_and_tail,
     quantile,
 )
-from tests.bench.node import GPU, PATIENCE_S, AgentProcess, BenchNode, bench_node, free_port
+from tests.bench.node import GPU, PATIENCE_S, BenchNode, MeasuredAgent, bench_node, free_port
 from tests.bench.waiting import times_of
 
 
@@ -174,7 +174,7 @@ async def _pause(rng: random.Random) -> None:
     await asyncio.sleep(rng.uniform(0.1, 0.3))
 
 
-async def _replace(node: BenchNode, old: AgentProcess, stack: ExitStack) -> tuple[AgentProcess, int]:
+async def _replace(node: BenchNode, old: MeasuredAgent, stack: ExitStack) -> tuple[MeasuredAgent, int]:
     """Start a new agent when the old one is gone; returns it and the gap."""
     began_ns = time.monotonic_ns()
     await old.end()
@@ -183,7 +183,7 @@ async def _replace(node: BenchNode, old: AgentProcess, stack: ExitStack) -> tupl
     return new, _gap_ns(node, began_ns)
 
 
-async def _hand_over(node: BenchNode, old: AgentProcess, stack: ExitStack) -> tuple[AgentProcess, int]:
+async def _hand_over(node: BenchNode, old: MeasuredAgent, stack: ExitStack) -> tuple[MeasuredAgent, int]:
     """Let a new agent stand by, then end the old one; returns the new one and the gap."""
     with _NotifySocket(node.simulated.directory.path / "notify.sock") as notified:
         new = stack.enter_context(

@@ -15,7 +15,7 @@ from agent.simulation.presets import MigDeviceSpec, MigSpec, NodeSpec, load_pres
 from tests.bench import yardstick
 from tests.bench.figures import NS_PER_MS, Effort, Figure, Measurement, MeasurementError, beside_yardstick
 from tests.bench.health import FAST_RECOVERY, xid_target, xids_in_turn
-from tests.bench.node import PATIENCE_S, PRESET, AgentProcess
+from tests.bench.node import PATIENCE_S, PRESET, MeasuredAgent
 from tests.bench.waiting import agent_cpu, undisturbed_beside_yardstick
 
 _REPLICAS: Final = 100
@@ -94,7 +94,7 @@ def _sliced(spec: NodeSpec) -> NodeSpec:
     return msgspec.structs.replace(spec, gpus=gpus)
 
 
-async def _longest_stalls(agent: AgentProcess, file: Path) -> tuple[int, int]:
+async def _longest_stalls(agent: MeasuredAgent, file: Path) -> tuple[int, int]:
     agent.signal(signal.SIGUSR2)
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:

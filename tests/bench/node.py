@@ -60,7 +60,7 @@ class BenchNode:
         environment: Mapping[str, str] | None = None,
         program: Sequence[str] = ("agent", "run"),
         launcher: Sequence[str] = (),
-    ) -> "AgentProcess":
+    ) -> "MeasuredAgent":
         """Start an agent, or a module that is one; a context manager that sees to its end.
 
         ``launcher`` is a command that becomes the one that follows it.
@@ -68,7 +68,7 @@ class BenchNode:
         given = self.simulated.directory.agent_flags() | {"http-listen": "", "log-format": "json"}
         options = [f"--{name}={text}" for name, text in (given | dict(flags or {})).items()]
         command = [*launcher, sys.executable, "-m", *program, *options]
-        return AgentProcess(self, command, self._log, dict(environment or {}))
+        return MeasuredAgent(self, command, self._log, dict(environment or {}))
 
     async def wait(self, condition: Callable[[EmulatedKubelet], bool], what: str) -> None:
         """Wait for something at the kubelet; MeasurementError names what did not come."""
@@ -124,7 +124,7 @@ def _short_directory() -> Iterator[Path]:
         yield Path(name)
 
 
-class AgentProcess:
+class MeasuredAgent:
     """``gpu-agent run`` as users run it. Leaving the context kills it if it still runs."""
 
     def __init__(
@@ -244,7 +244,7 @@ class AgentProcess:
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-async def share_of_core(agent: AgentProcess, seconds: float) -> float:
+async def share_of_core(agent: MeasuredAgent, seconds: float) -> float:
     """Return how much of one core an agent uses once it has settled, in percent."""
     await agent.ready()
     await asyncio.sleep(SETTLE_S)

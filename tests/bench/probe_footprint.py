@@ -15,8 +15,8 @@ from tests.bench.figures import Absent, Effort, Figure, MeasurementError
 from tests.bench.memory_cgroup import memory_cgroup
 from tests.bench.node import (
     SETTLE_S,
-    AgentProcess,
     BenchNode,
+    MeasuredAgent,
     bench_node,
     free_port,
     share_of_core,
@@ -130,7 +130,7 @@ async def _node_with_driver() -> AsyncIterator[BenchNode]:
         raise MeasurementError(str(error)) from error
 
 
-async def _attached(node: BenchNode, agent: AgentProcess) -> None:
+async def _attached(node: BenchNode, agent: MeasuredAgent) -> None:
     """Wait until the probe is in the kernel."""
     await agent.ready()
     async with asyncio.timeout(_PATIENCE_S):

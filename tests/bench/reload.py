@@ -10,7 +10,7 @@ from typing import Final
 from agent.runtime.config_watch import SETTLE_NS
 from agent.simulation.presets import load_preset
 from tests.bench.figures import NS_PER_MS, Effort, Figure, Measurement, median_and_tail
-from tests.bench.node import PRESET, AgentProcess, BenchNode, bench_node
+from tests.bench.node import PRESET, BenchNode, MeasuredAgent, bench_node
 
 _GPUS: Final = 8
 _BETWEEN_S: Final = 0.1
@@ -43,7 +43,7 @@ async def _reload(effort: Effort) -> AsyncGenerator[Figure, None]:
             await agent.end()
 
 
-async def _trial(node: BenchNode, config: Path, trial: int, agent: AgentProcess | None = None) -> int:
+async def _trial(node: BenchNode, config: Path, trial: int, agent: MeasuredAgent | None = None) -> int:
     """Change the file, and signal the agent if it is given; returns how long the list took in nanoseconds."""
     # Changes that follow each other at once go out together, a little later.
     await asyncio.sleep(_BETWEEN_S)

@@ -18,7 +18,7 @@ from agent.commands.parsers import described
 from agent.commands.render import for_people
 from agent.commands.table import all_commands
 from agent.threads import in_daemon_thread
-from tests.agent_process import PATIENCE_S, clean_environment, flags_of, running, simulated_node
+from tests.harness import PATIENCE_S, clean_environment, flags_of, running, simulated_node
 
 SHELLS = {"bash": ("bash", "-n"), "zsh": ("zsh", "-n"), "fish": ("fish", "--no-execute")}
 

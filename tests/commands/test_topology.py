@@ -14,8 +14,8 @@ from agent.model.facts import TopologySeen
 from agent.model.topology import NvLinks, PcieDistance, TopologySample
 from agent.threads import in_daemon_thread
 from agent.views import documents
-from tests.agent_process import PATIENCE_S, clean_environment, flags_of, running, simulated_node
 from tests.core.build import Node, enumerated, gpu, healthy_node
+from tests.harness import PATIENCE_S, clean_environment, flags_of, running, simulated_node
 
 
 def asked(node: Node) -> dict[str, Any]:

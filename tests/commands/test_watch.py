@@ -18,17 +18,17 @@ import pytest
 from agent.commands.question import Question, changed, fitting
 from agent.commands.render import Output
 from agent.simulation.node import SimulatedNode
-from tests.agent_process import (
+from tests.harness import (
     PATIENCE_S,
     AgentProcess,
     clean_environment,
     flags_of,
     interpreter,
     running,
+    running_command,
     simulated_node,
     wait_allocatable,
 )
-from tests.harness import running_command
 
 # What is printed again
 
@@ -142,7 +142,7 @@ async def test_each_change_is_a_document_on_a_line_also_after_the_agent_was_rest
     node: SimulatedNode,
 ) -> None:
     async with running(flags_of(node)) as agent, watching(agent, "devices", "-o", "json") as process:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.push_xid(1, 79)
         await line_of(process, lambda line: unhealthy_in(line) == [node.nvml.uuid(1)])
         agent.signal(signal.SIGKILL)
@@ -151,7 +151,7 @@ async def test_each_change_is_a_document_on_a_line_also_after_the_agent_was_rest
         away = await asyncio.wait_for(process.stderr.readline(), PATIENCE_S)
         assert away == b"gpu-agent: The agent does not answer; waiting for it\n"
         async with running(flags_of(node)):
-            await wait_allocatable(node, 3)
+            await wait_allocatable(node.kubelet, 3)
             node.nvml.push_xid(2, 79)
             both = [node.nvml.uuid(1), node.nvml.uuid(2)]
             await line_of(process, lambda line: unhealthy_in(line) == both)
@@ -196,7 +196,7 @@ async def test_a_terminal_shows_one_screen_that_is_redrawn(
         lambda: asyncio.StreamReaderProtocol(shown), os.fdopen(os.dup(ours), "rb", buffering=0)
     )
     async with running(flags_of(node)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         await agent.wait_line("Listening", listener="control")
         process = await asyncio.create_subprocess_exec(
             *(*interpreter(), "devices", "-w", "--control-socket", agent.flags["control-socket"]),

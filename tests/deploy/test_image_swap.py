@@ -22,9 +22,15 @@ from agent.model.sharing import Share, Sharing
 from agent.model.structs import replace
 from agent.simulation.kubelet import PodOutcome
 from agent.simulation.node import SimulatedNode
-from tests.agent_process import GPU, AgentProcess, clean_environment, simulated_node, wait_allocatable
-from tests.harness import ROOT, uuids
-from tests.killed_runs import WITH_US
+from tests.harness import (
+    GPU,
+    ROOT,
+    AgentProcess,
+    simulated_node,
+    started,
+    uuids,
+    wait_allocatable,
+)
 
 CHART: Final = {
     "MPS_ROOT": "/run/nvidia/mps",
@@ -327,23 +333,12 @@ async def container(
         "GPU_AGENT_PROBE_TIER": "off",
         "GPU_AGENT_HTTP_LISTEN": "",
     }
-    process = await asyncio.create_subprocess_exec(
-        *(*WITH_US, "unshare", "--mount", "sh", "-c", CONTAINER, "sh"),
+    command = (
+        *("unshare", "--mount", "sh", "-c", CONTAINER, "sh"),
         *(str(root), f"{host}/dev", "\n".join(mounted), rights, str(program)),
-        stdin=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env=clean_environment() | simulated | dict(environment),
-        limit=2**20,
     )
-    agent = AgentProcess(process, {})
-    async with asyncio.TaskGroup() as group:
-        group.create_task(agent.read())
-        try:
-            yield agent
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+    async with started(command, {}, simulated | dict(environment)) as agent:
+        yield agent
 
 
 @pytest.fixture
@@ -372,11 +367,11 @@ async def test_the_static_manifest(tmp_path: Path) -> None:
         simulated_node() as node,
         container(tmp_path, node, {}, volumes=STATIC_VOLUMES) as agent,
     ):
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         given = (await run_pod(node)).containers["main"]
         assert given.envs["NVIDIA_VISIBLE_DEVICES"] in uuids(node)
         assert given.device_specs == ()
-        logged = {line["message"] for line in agent.lines if line["level"] in {"warning", "error"}}
+        logged = {line["message"] for line in agent.log if line["level"] in {"warning", "error"}}
         # What it was not given is off, and no part of it fails for want of it.
         [only] = logged
         assert only.startswith("Some components are disabled: "), logged
@@ -391,7 +386,7 @@ async def test_the_static_manifest_for_the_cpu_manager(tmp_path: Path) -> None:
         simulated_node() as node,
         container(tmp_path, node, {"PASS_DEVICE_SPECS": "true"}, rights=PRIVILEGED, volumes=STATIC_VOLUMES),
     ):
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         given = (await run_pod(node)).containers["main"]
         gpu = uuids(node).index(given.envs["NVIDIA_VISIBLE_DEVICES"])
         paths = [device.host_path for device in given.device_specs]
@@ -413,7 +408,7 @@ async def test_the_chart_with_a_driver_container_and_cdi(tmp_path: Path) -> None
         simulated_node() as node,
         container(tmp_path, node, environment, volumes=volumes) as agent,
     ):
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         given = (await run_pod(node)).containers["main"]
         [name] = given.cdi_devices
         kind, _, uuid = name.partition("=")
@@ -450,7 +445,7 @@ async def test_the_chart_with_a_config_map_and_mps(tmp_path: Path) -> None:
         await node.kubelet.wait_for(lambda kubelet: kubelet.capacity(GPU) == 8, timeout_s=60)
         assert node.kubelet.allocatable(GPU) == 0
         (node.directory.path / "mps" / ".ready").touch()
-        await wait_allocatable(node, 8)
+        await wait_allocatable(node.kubelet, 8)
         given = (await run_pod(node)).containers["main"]
         assert given.envs["CUDA_MPS_PIPE_DIRECTORY"] == "/mps/nvidia.com/gpu/pipe"
         assert [(mount.host_path, mount.container_path) for mount in given.mounts] == [
@@ -470,8 +465,8 @@ async def test_the_chart_with_mig(tmp_path: Path) -> None:
         simulated_node(sliced) as node,
         container(tmp_path, node, CHART | MIG_MONITOR | {"MIG_STRATEGY": "mixed"}, rights=MAY_ADMINISTER),
     ):
-        await wait_allocatable(node, 1)
-        await wait_allocatable(node, 1, resource="nvidia.com/mig-2g.12gb")
-        await wait_allocatable(node, 1, resource="nvidia.com/mig-1g.6gb")
+        await wait_allocatable(node.kubelet, 1)
+        await wait_allocatable(node.kubelet, 1, resource="nvidia.com/mig-2g.12gb")
+        await wait_allocatable(node.kubelet, 1, resource="nvidia.com/mig-1g.6gb")
         given = (await run_pod(node, "nvidia.com/mig-2g.12gb")).containers["main"]
         assert given.envs["NVIDIA_VISIBLE_DEVICES"].startswith("MIG-")

@@ -57,7 +57,7 @@ async def wait_inits(node: SimulatedNode, count: int) -> None:
 
 
 async def order(agent: AgentProcess, name: str, *arguments: str) -> None:
-    answer = await gpu_agent(name, *arguments, "--control-socket", str(agent.control_socket))
+    answer = await gpu_agent(name, *arguments, "--control-socket", str(agent.flags["control-socket"]))
     assert answer.status == os.EX_OK, answer.err
 
 

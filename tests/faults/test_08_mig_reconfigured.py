@@ -26,9 +26,9 @@ from agent.model.sharing import Sharing
 from agent.model.structs import replace
 from agent.simulation import actions
 from agent.simulation.presets import MigDeviceSpec
-from tests.agent_process import flags_of, running, simulated_node, wait_allocatable
 from tests.core.build import GPU, Node, enumerated, gpu, passed, ready, uuid, xid
 from tests.faults.watched_node import QUICK_RECOVERY, watched_node
+from tests.harness import flags_of, running, simulated_node, wait_allocatable
 
 CARDS: Final = 3
 SLICES: Final = 7
@@ -245,12 +245,12 @@ async def test_nodes_that_go_with_their_instances_are_not_missed_and_others_are(
     async with simulated_node(hardware) as node, running(flags_of(node, **flags)) as agent:
         for profiles, (name, number) in [*layouts.items()] * 2:
             await actions.parse("mig", {"gpu": "all", "devices": profiles}).action.apply(node)
-            await wait_allocatable(node, number, resource=name)
-        assert not [line for line in agent.lines if line.get("reason") == "device_node_missing"]
+            await wait_allocatable(node.kubelet, number, resource=name)
+        assert not [line for line in agent.log if line.get("reason") == "device_node_missing"]
         nodes = (node.directory.dev / "nvidia-caps").iterdir()
         # Those of instances have the highest numbers.
         lost = max(nodes, key=lambda each: int(each.name.removeprefix("nvidia-cap")))
         lost.unlink()
-        await wait_allocatable(node, 1, resource="nvidia.com/mig-3g.40gb")
+        await wait_allocatable(node.kubelet, 1, resource="nvidia.com/mig-3g.40gb")
         line = await agent.wait_line("A condition was raised", reason="device_node_missing")
         assert lost.name in str(line)

@@ -20,7 +20,7 @@ from agent.runtime.bootstrap import boot_id_of
 from agent.simulation.node import SimulatedNode
 from agent.sinks import statefile
 from agent.threads import in_daemon_thread
-from tests.agent_process import GPU, PATIENCE_S, AgentProcess, flags_of, running, simulated_node
+from tests.harness import GPU, PATIENCE_S, AgentProcess, flags_of, running, simulated_node
 
 pytestmark = pytest.mark.slow
 

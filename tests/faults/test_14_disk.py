@@ -14,7 +14,7 @@ import pytest
 from agent.commands.client import AgentClient
 from agent.simulation.node import SimulatedNode
 from agent.threads import in_daemon_thread
-from tests.agent_process import AgentProcess, flags_of, running, simulated_node, wait_allocatable
+from tests.harness import AgentProcess, flags_of, running, simulated_node, wait_allocatable
 
 pytestmark = pytest.mark.slow
 
@@ -49,12 +49,12 @@ async def test_serving_goes_on_when_the_state_cannot_be_written(node: SimulatedN
     async with running(flags_of(node)) as agent:
         line = await agent.wait_line("Could not write the state file")
         assert line["detail"] == "Is a directory"
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.push_xid(1, 79)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         assert await failures(agent)
         assert "this ends with the agent" in await hold(agent, "2")
-        assert sum(line.startswith("Could not write the state file") for line in agent.messages()) == 1
+        assert sum(line.startswith("Could not write the state file") for line in agent.events) == 1
         beside(node).rmdir()
         await agent.wait_line("Wrote the state file again")
         assert (await hold(agent, "2")).endswith("is held: noisy")
@@ -66,9 +66,9 @@ async def test_a_disk_that_hangs_holds_up_neither_serving_nor_the_end(node: Simu
     beside(node).parent.mkdir(exist_ok=True)
     os.mkfifo(beside(node))  # opening it for writing waits for a reader that never comes
     async with running(flags_of(node)) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.push_xid(1, 79)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         began_s = time.monotonic()
         assert await agent.stop() == 0
         assert time.monotonic() - began_s < 30

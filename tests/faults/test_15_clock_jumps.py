@@ -13,8 +13,8 @@ import agent
 from agent.model.facts import AllocationsListed, KubeletSocketSeen, Tick
 from agent.model.health import Health
 from agent.model.snapshot import RegistrationPhase
-from tests.agent_process import flags_of, running, simulated_node, wait_allocatable
 from tests.core.build import GPU, K1, U0, S, gpu, healthy_node, passed, registered_node, xid
+from tests.harness import flags_of, running, simulated_node, wait_allocatable
 
 HOUR = 3600 * S
 
@@ -92,12 +92,12 @@ async def test_an_agent_under_a_clock_that_jumps_does_the_same() -> None:
     async with simulated_node() as node:
         quick = flags_of(node, poll="50ms", recovery_clean_probes="2", recovery_quiet="100ms")
         async with running(quick, prelude=JUMPING) as agent:
-            await wait_allocatable(node, 4)
+            await wait_allocatable(node.kubelet, 4)
             node.nvml.push_xid(1, 94)
-            await wait_allocatable(node, 3)
-            await wait_allocatable(node, 4)
+            await wait_allocatable(node.kubelet, 3)
+            await wait_allocatable(node.kubelet, 4)
             await node.kubelet.restart()
-            await wait_allocatable(node, 4)
+            await wait_allocatable(node.kubelet, 4)
             assert len(node.kubelet.registrations) == 2
             assert await agent.stop() == 0
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from agent.simulation.node import SimulatedNode
-from tests.agent_process import eventually, flags_of, running, simulated_node, wait_allocatable
+from tests.harness import flags_of, running, simulated_node, wait_allocatable
+from tests.sources.recorder import until
 
 pytestmark = pytest.mark.slow
 
@@ -35,11 +36,11 @@ async def node() -> AsyncIterator[SimulatedNode]:
 
 async def test_the_successor_of_an_agent_that_ran_out_of_memory_serves(node: SimulatedNode) -> None:
     async with running(flags_of(node), prelude=EATS_MEMORY) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.push_xid(3, 79)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         state = Path(agent.flags["state-dir"], "state.json")
-        await eventually(lambda: state.exists() and b'"code":79' in state.read_bytes())
+        await until(lambda: state.exists() and b'"code":79' in state.read_bytes())
         agent.signal(signal.SIGUSR1)
         assert await agent.ended() == -signal.SIGKILL
     assert (node.directory.device_plugins / "nvidia-gpu.sock").exists()
@@ -48,5 +49,5 @@ async def test_the_successor_of_an_agent_that_ran_out_of_memory_serves(node: Sim
         await successor.wait_registered()
         await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > lists, timeout_s=60)
         assert node.nvml.uuid(3) in node.kubelet.lists[lists].unhealthy
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         assert await successor.stop() == 0

@@ -19,16 +19,9 @@ import pytest
 
 from agent.errors import SourceError
 from agent.simulation.node import SimulatedNode
-from tests.agent_process import (
-    PATIENCE_S,
-    AgentProcess,
-    eventually,
-    flags_of,
-    running,
-    simulated_node,
-    wait_allocatable,
-)
 from tests.hanging_nodes import HangingNodes
+from tests.harness import PATIENCE_S, AgentProcess, flags_of, running, simulated_node, wait_allocatable
+from tests.sources.recorder import until
 
 pytestmark = pytest.mark.slow
 
@@ -123,7 +116,7 @@ def states_of_threads(pid: int) -> set[str]:
 async def killed(agent: AgentProcess) -> None:
     """Kill an agent and see that the kernel cannot end it."""
     agent.signal(signal.SIGKILL)
-    await eventually(lambda: states_of_threads(agent.pid) >= {"Z", "D"})
+    await until(lambda: states_of_threads(agent.pid) >= {"Z", "D"})
 
 
 SCOPES = [pytest.param("nvidia2", 3, id="one GPU hangs"), pytest.param("nvidiactl", 0, id="the driver hangs")]
@@ -137,21 +130,21 @@ async def test_what_a_killed_agent_served_on_is_free_although_it_is_held_in_the_
     flags = flags_of(node, poll="50ms", call_deadline="1s", http_listen=f"127.0.0.1:{port}")
     async with running(flags) as agent:
         with released_at_the_end(devices):
-            await wait_allocatable(node, 4)
+            await wait_allocatable(node.kubelet, 4)
             await agent.wait_line("Listening", listener="http")
             await agent.wait_line("Listening", listener="control")
             await hang(devices, name)
-            await wait_allocatable(node, left)
+            await wait_allocatable(node.kubelet, left)
             assert not can_bind(port)
             assert not can_lock(node.directory.agent / "lock")
 
             await killed(agent)
 
             # The kernel closes the files one after the other.
-            await eventually(lambda: can_lock(node.directory.agent / "lock"))
-            await eventually(lambda: can_bind(port))
-            await eventually(lambda: rejects(node.directory.device_plugins / "nvidia-gpu.sock"))
-            await eventually(lambda: rejects(Path(agent.flags["control-socket"])))
+            await until(lambda: can_lock(node.directory.agent / "lock"))
+            await until(lambda: can_bind(port))
+            await until(lambda: rejects(node.directory.device_plugins / "nvidia-gpu.sock"))
+            await until(lambda: rejects(Path(agent.flags["control-socket"])))
             assert "D" in states_of_threads(agent.pid)
         assert await agent.ended() == -signal.SIGKILL
 
@@ -165,11 +158,11 @@ async def test_the_successor_registers_without_waiting_for_the_driver_and_advert
     broken = {node.nvml.uuid(2)} if left else {node.nvml.uuid(gpu) for gpu in range(4)}
     async with running(flags) as first:
         with released_at_the_end(devices):
-            await wait_allocatable(node, 4)
+            await wait_allocatable(node.kubelet, 4)
             await hang(devices, name)
-            await wait_allocatable(node, left)
+            await wait_allocatable(node.kubelet, left)
             wanted = b"nvml_timeout" if left else b"driver_hung"
-            await eventually(lambda: state.exists() and wanted in state.read_bytes())
+            await until(lambda: state.exists() and wanted in state.read_bytes())
             await killed(first)
             lists = len(node.kubelet.lists)
             began = time.monotonic()
@@ -179,11 +172,11 @@ async def test_the_successor_registers_without_waiting_for_the_driver_and_advert
                     await second.wait_registered()
                     assert time.monotonic() - began < UNWAITED_S
                     await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > lists, PATIENCE_S)
-                    await wait_allocatable(node, left)
+                    await wait_allocatable(node.kubelet, left)
                     for each in node.kubelet.lists[lists:]:
                         assert broken <= set(each.unhealthy)
 
                     devices.release_all()
-                    await wait_allocatable(node, 4)
+                    await wait_allocatable(node.kubelet, 4)
                     assert await second.stop() == 0
         assert await first.ended() == -signal.SIGKILL

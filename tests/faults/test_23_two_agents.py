@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from agent.simulation.node import SimulatedNode
-from tests.agent_process import AgentProcess, eventually, flags_of, running, simulated_node, wait_allocatable
+from tests.harness import AgentProcess, flags_of, running, simulated_node, wait_allocatable
+from tests.sources.recorder import until
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +46,7 @@ async def test_a_second_agent_exits_and_names_the_first(node: SimulatedNode) -> 
         before = own_socket(node)
         async with running(flags_of(node, if_running="fail")) as second:
             assert await second.ended() == 1
-            await eventually(lambda: second.is_over)
-            (sentence,) = second.plain
+            (sentence,) = second.sentences
             assert f"Another agent (process {first.pid}) runs on this node" in sentence
             assert "--if-running=standby" in sentence
         assert own_socket(node) == before
@@ -54,7 +54,7 @@ async def test_a_second_agent_exits_and_names_the_first(node: SimulatedNode) -> 
 
 async def test_a_second_agent_stands_by_ready_and_touches_no_socket(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as first:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         before = own_socket(node)
         registrations = len(node.kubelet.registrations)
         control = Path(first.flags["control-socket"])
@@ -78,13 +78,13 @@ async def test_the_standby_takes_over_with_what_the_first_agent_knew(
 ) -> None:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(running(flags_of(node)))
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         second = await stack.enter_async_context(running(flags_of(node)))
         await second.wait_line("Standing by while another agent serves this node")
         node.nvml.push_xid(1, 79)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         state = Path(first.flags["state-dir"], "state.json")
-        await eventually(lambda: state.exists() and b'"code":79' in state.read_bytes())
+        await until(lambda: state.exists() and b'"code":79' in state.read_bytes())
         lists = len(node.kubelet.lists)
         first.signal(end)
         await second.wait_registered()
@@ -104,9 +104,9 @@ async def test_the_standby_learns_that_the_driver_is_missing(node: SimulatedNode
 
 async def test_the_successor_of_an_agent_killed_in_the_driver_registers(node: SimulatedNode) -> None:
     async with running(flags_of(node, poll="50ms", call_deadline="1s")) as first:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.hang(gpu=1)
-        await wait_allocatable(node, 3)
+        await wait_allocatable(node.kubelet, 3)
         first.signal(signal.SIGKILL)
         await first.ended()
         node.nvml.clear_faults()

@@ -15,14 +15,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from agent.simulation.node import SimulatedNode
-from tests.agent_process import (
-    PATIENCE_S,
-    flags_of,
-    node_directory,
-    running,
-    simulated_node,
-    wait_allocatable,
-)
+from tests.harness import PATIENCE_S, flags_of, running, short_directory, simulated_node, wait_allocatable
 
 pytestmark = pytest.mark.slow
 
@@ -68,15 +61,14 @@ class Manager:
 
 @pytest.fixture
 async def manager() -> AsyncIterator[Manager]:
-    async with node_directory() as directory:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
-            bound.bind(str(directory / "notify"))
-            bound.setblocking(False)
-            made = Manager(bound)
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(made.listen(), name="manager")
-                yield made
-                task.cancel()
+    with short_directory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
+        bound.bind(str(directory / "notify"))
+        bound.setblocking(False)
+        made = Manager(bound)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(made.listen(), name="manager")
+            yield made
+            task.cancel()
 
 
 @pytest.fixture
@@ -104,9 +96,9 @@ async def test_a_driver_that_hangs_does_not_keep_the_signs_of_life_back(
 ) -> None:
     flags = flags_of(node, poll="50ms", call_deadline="1s")
     async with running(flags, environment=manager.environment()) as agent:
-        await wait_allocatable(node, 4)
+        await wait_allocatable(node.kubelet, 4)
         node.nvml.hang()
-        await wait_allocatable(node, 0)
+        await wait_allocatable(node.kubelet, 0)
         before = len(manager.moments("WATCHDOG=1"))
         await manager.wait("WATCHDOG=1", count=before + 5)
         node.nvml.clear_faults()
@@ -150,5 +142,5 @@ async def test_a_port_that_is_taken_keeps_no_node_from_being_ready(
             await manager.wait("READY=1")
             with socket.socket(socket.AF_UNIX) as control:
                 control.connect(flags["control-socket"])
-            await wait_allocatable(node, 4)
+            await wait_allocatable(node.kubelet, 4)
             assert await agent.stop() == 0
