@@ -14,6 +14,7 @@ from agent.model.structs import replace
 from agent.sources.nvml.events import SharedEventSet
 from agent.sources.nvml.inventory import DiscoveredGpu, ProbeResult
 from agent.sources.nvml.library import Nvml
+from agent.sources.nvml.listing import Watched
 from agent.sources.nvml.probing import Probing
 from agent.sources.nvml.sampling import Sampler
 from agent.sources.nvml.threads import WorkerThread
@@ -54,6 +55,11 @@ class GpuWatcher(msgspec.Struct, eq=False):
         """Whether the newest probe found the GPU at its address."""
         is_found = self.discovered is not None and self.probing.failure is None
         return is_found and not self.gone and not self.worker.overdue
+
+    @property
+    def watched(self) -> Watched:
+        """What it knows of the GPU, for the decision which watchers there are to be."""
+        return Watched(self.index, self.uuid, self.gone, self.answers, self.worker.overdue)
 
     def with_readings(self, result: ProbeResult, *, reads_slow: bool) -> ProbeResult:
         """Return a probe's result with the GPU's readings. Blocks, on the GPU's own thread."""

@@ -26,6 +26,7 @@ from agent.model.ids import ComponentId, GpuUuid
 from agent.model.policy import SECOND_NS
 from agent.model.structs import replace
 from agent.proofs import Proofs
+from agent.sources.nvml import listing
 from agent.sources.nvml.device_call import call_device
 from agent.sources.nvml.device_instance import with_instance
 from agent.sources.nvml.events import Listener, RetiredError, register
@@ -38,6 +39,7 @@ from agent.sources.nvml.gpu_watcher import (
 from agent.sources.nvml.hotplug import BindEvents
 from agent.sources.nvml.inventory import GpuGoneError, ProbeResult, control_nodes, discover_gpu, probe_gpu
 from agent.sources.nvml.library import EVENT_WAIT, Nvml, Versions
+from agent.sources.nvml.listing import Found
 from agent.sources.nvml.mig_minors import with_minors
 from agent.sources.nvml.probing import MIN_GAP_NS, Doubts, driver_failure
 from agent.sources.nvml.publisher import EventPublisher
@@ -209,8 +211,8 @@ class Session:
             if count != len(self._watchers) or self._list_changed:
                 # The indexes of the others change when a GPU appears or disappears.
                 await self._probe_all()
-                self._drop_watchers([watcher for watcher in self._watchers if watcher.gone])
-                self._drop_watchers(self._surplus(len(self._watchers) - count))
+                surplus = listing.surplus(self._watched(), count)
+                self._drop_watchers([self._watchers[position] for position in surplus])
                 self._list_changed = False
                 await self._add_watchers(count, group)
         finally:
@@ -218,20 +220,12 @@ class Session:
         self._raise_if_driver_gone()
         self._emit_gpus()
 
-    def _surplus(self, number: int) -> list[GpuWatcher]:
-        """Return the watchers whose GPUs NVML lists no more: chosen from those that do not answer."""
-        if number <= 0:
-            return []
-        mute = [watcher for watcher in self._watchers if not watcher.answers]
-        return sorted(mute, key=lambda watcher: (watcher.discovered is not None, watcher.worker.overdue))[
-            :number
-        ]
+    def _watched(self) -> list[listing.Watched]:
+        return [each.watched for each in self._watchers]
 
     async def _add_watchers(self, count: int, group: asyncio.TaskGroup) -> None:
-        used_indexes = {watcher.index for watcher in self._watchers}
-        free = [index for index in range(count) if index not in used_indexes]
         added: list[GpuWatcher] = []
-        for index in free[: max(0, count - len(self._watchers))]:
+        for index in listing.unwatched(self._watched(), count):
             try:
                 added.append(await self._start_watcher(index, group))
             except SourceError as error:
@@ -344,15 +338,15 @@ class Session:
 
     def _apply_probe(self, watcher: GpuWatcher, result: ProbeResult) -> None:
         seen = result.discovered
-        if watcher.discovered is None:
-            if any(other.uuid == seen.gpu.uuid and not other.gone for other in self._watchers):
-                # The indexes changed during the probe; the next round finds the right one.
-                self._handle_gpu_gone(watcher)
-                return
-            if seen.numa_problem is not None:
-                self._publisher.warn_numa_node(seen.gpu, seen.numa_problem)
-        elif seen.gpu.index != watcher.index:
+        others = (each.watched for each in self._watchers if each is not watcher)
+        found = listing.found(watcher.watched, others, seen.gpu.uuid, seen.gpu.index)
+        if found is Found.TWICE:
+            self._handle_gpu_gone(watcher)
+            return
+        if found is Found.MOVED:
             self._request_reconcile()
+        if watcher.discovered is None and seen.numa_problem is not None:
+            self._publisher.warn_numa_node(seen.gpu, seen.numa_problem)
         watcher.discovered, watcher.index = seen, seen.gpu.index
         watcher.probing = watcher.probing.with_result(result.failure, result.sample, result.memory)
         address = watcher.nvml.address_of(seen.handle)
