@@ -114,7 +114,8 @@ async def test_a_thousand_pods_get_the_gpus_that_did_not_fall_off(
             if number % 50 == 0:
                 given = await client.allocate(chosen)
                 assert set(given.envs["NVIDIA_VISIBLE_DEVICES"].split(",")) == set(chosen)
-        assert node.nvml.calls("nvmlDeviceGetTopologyCommonAncestor") == calls
+        # At most those that sample the pairs of the seven GPUs, which may still be under way: none for a pod.
+        assert node.nvml.calls("nvmlDeviceGetTopologyCommonAncestor") - calls <= 7 * 6
         # Also one that still names the lost GPU is answered, without it where there are others.
         assert uuids(node)[LOST] not in await client.preferred(uuids(node), (), 7)
 
