@@ -2,17 +2,21 @@
 
 Mutants that no test can distinguish from the original are listed in MUTANTS.md, each as the lines it changes,
 so that the list survives a renumbering. ``--again`` forgets the results of earlier runs, ``--report``
-only reads them.
+only reads them. Names of mutants, or patterns like ``agent.core.health.faults.*``, restrict the run to these.
+
+mutmut changes no function that is decorated, so it runs in a copy in which the handlers of facts are
+registered after their definition.
 """
 
 import argparse
+import ast
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MINIMUM_PERCENT = 90.0
@@ -22,6 +26,9 @@ CHILDREN = 2
 KILLED = frozenset({"killed", "timeout", "caught by type check"})
 
 ROOT = Path(__file__).parents[2]
+COPY = ROOT / "mutants"
+"""What is tested, and in mutants/ of it what mutmut makes of it."""
+COPIED = ("agent", "tests", "proto", "pyproject.toml", "README.md")
 EQUIVALENTS = Path(__file__).with_name("MUTANTS.md")
 
 PART = re.compile(r"^## `(?P<function>[^`]+)`$|^```diff\n(?P<block>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -35,22 +42,56 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--again", action="store_true", help="forget the results of earlier runs")
     arguments.add_argument("--report", action="store_true", help="only read the results of earlier runs")
+    arguments.add_argument("mutants", nargs="*", help="only these")
     options = arguments.parse_args()
-    os.chdir(ROOT)
     if options.again:
-        shutil.rmtree("mutants", ignore_errors=True)
-    if not options.report and run_mutmut() != 0:
+        shutil.rmtree(COPY, ignore_errors=True)
+    if not options.report:
+        copy()
+    os.chdir(COPY)
+    if not options.report and run_mutmut(options.mutants) != 0:
         sys.stderr.write("mutmut did not run to its end; the reason is above\n")
         return 2
     return report(statuses(), dict.fromkeys(listed(EQUIVALENTS.read_text("utf-8"))))
 
 
-def run_mutmut() -> int:
-    """Let mutmut try every mutant, politely; returns its exit status."""
+def copy() -> None:
+    """Make the copy, or bring it up to date; a file that is the same keeps its time."""
+    COPY.mkdir(exist_ok=True)
+    for name in COPIED:
+        for path in (ROOT / name).rglob("*") if (ROOT / name).is_dir() else (ROOT / name,):
+            target = COPY / path.relative_to(ROOT)
+            if "__pycache__" in path.parts or path.is_dir():
+                continue
+            content = path.read_bytes()
+            if path.suffix == ".py" and path.is_relative_to(ROOT / "agent/core"):
+                content = undecorated(content.decode()).encode()
+            if not target.exists() or target.read_bytes() != content:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+
+
+def undecorated(source: str) -> str:
+    """Return a module in which each ``@handles(Kind)`` is a call after the function."""
+    lines = source.splitlines(keepends=True)
+    for node in reversed(ast.parse(source).body):
+        if not isinstance(node, ast.FunctionDef) or not node.decorator_list:
+            continue
+        (decorator, *others) = node.decorator_list
+        if others or not ast.unparse(decorator).startswith("handles("):
+            continue
+        assert node.end_lineno is not None
+        lines[node.end_lineno : node.end_lineno] = [f"\n\n{ast.unparse(decorator)}({node.name})\n"]
+        del lines[decorator.lineno - 1 : node.lineno - 1]
+    return "".join(lines)
+
+
+def run_mutmut(names: Sequence[str] = ()) -> int:
+    """Let mutmut try every mutant, or those named so, politely; returns its exit status."""
     environment = {**os.environ, "HYPOTHESIS_PROFILE": "mutation"}
     command = ["nice", "-n", "19", str(Path(sys.executable).with_name("mutmut")), "run"]
     return subprocess.run(
-        [*command, "--max-children", str(CHILDREN)], env=environment, check=False
+        [*command, "--max-children", str(CHILDREN), *names], env=environment, check=False
     ).returncode
 
 
