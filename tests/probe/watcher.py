@@ -109,6 +109,12 @@ class Watcher:
         assert self._source.probe is not None
         return self._source.probe
 
+    @property
+    def is_scan_due(self) -> bool:
+        """Whether it has a reason for a scan, now or later."""
+        rounds = self._source.rounds
+        return rounds.wants_scan or rounds.scan_due_ns is not None
+
     async def settled_usage(self) -> Usage:
         """Return the usage snapshot after every event so far."""
         signs: set[int | None] = {self._source.last_sign_ns}
