@@ -64,6 +64,10 @@ async def wait_holders(agent: AgentProcess, *wanted: int) -> None:
     await agent.wait_answer("/v1/owners", holds)
 
 
+def pods(body: Any) -> set[str | None]:
+    return {each["pod"] for each in body["owners"][0]["holders"] or ()}
+
+
 async def test_a_process_that_outlives_its_pod_is_reported_after_the_grace_and_until_it_ends() -> None:
     async with simulated_node(ONE_GPU) as node, agent_process(node, **GRACE) as agent:
         await wait_allocatable(node.kubelet, 1, capacity=1)
@@ -73,6 +77,8 @@ async def test_a_process_that_outlives_its_pod_is_reported_after_the_grace_and_u
         processes.add(502, 0, pod="ns1/job-a", state="D")
         list_users(node, *USERS)
         await wait_holders(agent, 501, 502, 503, 504, 505)
+        # The name of a pod is known to an agent that listed it while it was there.
+        await agent.wait_answer("/v1/owners", lambda _, body: pods(body) >= {"ns1/job-a"})
 
         deleted_ns = time.monotonic_ns()
         node.kubelet.delete_pod("job-a", "ns1")
