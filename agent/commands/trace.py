@@ -176,7 +176,16 @@ def _note(sentence: str, is_quiet: bool) -> None:  # noqa: FBT001 - no notes for
 class Trace:
     """The output of one traced process."""
 
-    def __init__(self, probe: Probe, pid: int, pidfd: int, *, is_json: bool) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        pid: int,
+        pidfd: int,
+        *,
+        is_json: bool,
+        max_lines: int = MAX_LINES,
+        hint_after_s: float = HINT_AFTER_S,
+    ) -> None:
         self._probe = probe
         self._pid = pid
         self._pidfd = pidfd
@@ -186,14 +195,14 @@ class Trace:
         self._majors = Majors(config.nvidia_major, config.uvm_major, config.caps_major)
         self._branch = probe.driver_branch()
         self._summary = Summary()
-        self._lines_left = MAX_LINES
+        self._max_lines = self._lines_left = max_lines
         self._unshown = 0
         self._unshown_reported = 0
         self._lost_reported = 0
         self._reported_stalled: set[tuple[int, int]] = set()
         """Calls already reported as not returned, by thread and start."""
         self._why = "interrupted"
-        self._hint_at_s: float | None = time.monotonic() + HINT_AFTER_S
+        self._hint_at_s: float | None = time.monotonic() + hint_after_s
         """When to print the hint that there are no calls; None: it was printed, or there were some."""
 
     def show_until(self, end_s: float | None) -> None:
@@ -277,7 +286,7 @@ class Trace:
             self._report_omitted("lost", lost - self._lost_reported, "were lost: too many at once")
         if self._unshown > self._unshown_reported:
             self._report_omitted("not_shown", self._unshown - self._unshown_reported, "are only in the table")
-        self._lost_reported, self._unshown_reported, self._lines_left = lost, self._unshown, MAX_LINES
+        self._lost_reported, self._unshown_reported, self._lines_left = lost, self._unshown, self._max_lines
         sys.stdout.flush()
 
     def _in_flight(self) -> Iterator[DriverCall]:

@@ -144,15 +144,15 @@ FULL_EVERY: Final = 60
 YOUNG, ALL = 1, 2
 
 
-async def collect_forever() -> None:
+async def collect_forever(period_s: float = GARBAGE_PERIOD_S, full_every: int = FULL_EVERY) -> None:
     """Collect in place of the interpreter, whose collector is off; what is there now is never garbage."""
     gc.disable()
     gc.freeze()
     periods = 0
     while True:
-        await asyncio.sleep(GARBAGE_PERIOD_S)
+        await asyncio.sleep(period_s)
         periods += 1
-        gc.collect(YOUNG if periods % FULL_EVERY else ALL)
+        gc.collect(YOUNG if periods % full_every else ALL)
 
 
 _ARG_START, _ARG_END = 48, 49

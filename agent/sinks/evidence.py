@@ -78,11 +78,13 @@ class EvidenceSink:
         boot_id: str,
         time_of: TimeOf,
         period_ns: int = PERIOD_NS,
+        settle_s: float = SETTLE_S,
         prove: Callable[[], object] = lambda: None,
     ) -> None:
         """``kernel_log`` returns the driver's newest lines in the kernel log."""
         self.path = directory
         """The directory."""
+        self._settle_s = settle_s
         self._latest = latest
         self._events = events
         self._kernel_log = kernel_log
@@ -105,7 +107,7 @@ class EvidenceSink:
 
     async def run(self) -> None:
         """Write what was asked for until cancelled."""
-        pause_s = SETTLE_S
+        pause_s = self._settle_s
         while True:
             await wait_set(self._asked, self._period_ns)
             self._prove()
@@ -116,7 +118,7 @@ class EvidenceSink:
             for effect, path in written:
                 if not await self._rewrite(effect, path):
                     self.keep(effect)
-            pause_s = SETTLE_S if self.trouble is None else min(2 * pause_s, RETRY_CAP_S)
+            pause_s = self._settle_s if self.trouble is None else min(2 * pause_s, RETRY_CAP_S)
 
     async def flush(self, timeout_s: float) -> None:
         """Write what waits, but wait no longer than the timeout."""

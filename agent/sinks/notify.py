@@ -75,11 +75,11 @@ class Notifier:
             self.status(status_line(latest.value))
             version = await latest.wait_newer(version)
 
-    async def extend_start(self) -> None:
+    async def extend_start(self, every_s: float = EXTEND_EVERY_S) -> None:
         """Ask for more time to start until cancelled; a driver may take two minutes to initialise."""
         while True:
             self.send(f"EXTEND_TIMEOUT_USEC={round(EXTEND_BY_S * 1e6)}")
-            await asyncio.sleep(EXTEND_EVERY_S)
+            await asyncio.sleep(every_s)
 
     def close(self) -> None:
         """Close the socket."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from agent.commands import trace as trace_command
 from agent.commands.trace import Trace
 from agent.errors import SourceError
 from agent.model.rm import RmEvent
@@ -248,13 +247,11 @@ def test_lines_printed_in_a_second_are_bounded_and_the_rest_counted(
     load_probe: LoadProbe,
     gpu: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trace_command, "MAX_LINES", 10)
     with Caller(OPENED + "for _ in range(300): free(fd, 7)\nwait()\n", gpu) as caller:
         probe = load_probe(doubles=DOUBLES, trace_tgid=caller.pid, **core)
         pidfd = os.pidfd_open(caller.pid)
-        shown = Trace(probe, caller.pid, pidfd, is_json=False)
+        shown = Trace(probe, caller.pid, pidfd, is_json=False, max_lines=10)
         caller.resume()
         shown.show_until(time.monotonic())
         shown.finish()
@@ -291,14 +288,12 @@ def test_without_calls_one_line_explains_the_silence(
     load_probe: LoadProbe,
     gpu: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
     calls: int,
 ) -> None:
-    monkeypatch.setattr(trace_command, "HINT_AFTER_S", 0.0)
     with Caller(OPENED + f"for _ in range({calls}): free(fd, 7)\nwait()\n", gpu) as caller:
         probe = load_probe(doubles=DOUBLES, trace_tgid=caller.pid, **core)
         pidfd = os.pidfd_open(caller.pid)
-        shown = Trace(probe, caller.pid, pidfd, is_json=False)
+        shown = Trace(probe, caller.pid, pidfd, is_json=False, hint_after_s=0.0)
         caller.resume()
         shown.show_until(time.monotonic())
         shown.finish()

@@ -6,16 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
-
 from agent.bus import Latest
 from agent.config.load import load
 from agent.model.effects import Event, EventKind, KeepEvidence, RecordEvent
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
-from agent.runtime import event_recorder
-from agent.runtime.event_recorder import EventRecorder
+from agent.runtime.event_recorder import MAX_EARLY, EventRecorder
 from agent.threads import in_daemon_thread
 from agent.views import event_files
 from tests.sinks.snapshots import node, uuid
@@ -93,16 +90,15 @@ async def test_a_bundle_can_be_asked_for_before_anything_is_imported(tmp_path: P
     assert made.path is not None
 
 
-async def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_recorder, "MAX_EARLY", 3)
+async def test_what_waits_is_bounded(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    for number in range(9):
+    for number in range(MAX_EARLY + 6):
         bench.record(str(number))
     for _ in range(5):
         await asyncio.sleep(0)
     bench.registered.set()
     async with bench.running(), asyncio.timeout(30):
-        while await bench.on_disk() != ["6", "7", "8"]:
+        while await bench.on_disk() != [str(number) for number in range(6, MAX_EARLY + 6)]:
             await asyncio.sleep(0.01)
 
 

@@ -36,11 +36,10 @@ def make_garbage(threads: list[threading.Thread]) -> None:
         Ring(threads)
 
 
-async def test_garbage_made_on_any_thread_is_collected_on_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "GARBAGE_PERIOD_S", 0.01)
+async def test_garbage_made_on_any_thread_is_collected_on_the_loops() -> None:
     gc.enable()
     threads: list[threading.Thread] = []
-    collecting = asyncio.get_running_loop().create_task(process.collect_forever())
+    collecting = asyncio.get_running_loop().create_task(process.collect_forever(0.01))
     await asyncio.sleep(0)
     try:
         await in_daemon_thread("garbage-maker", lambda: make_garbage(threads))
@@ -54,13 +53,9 @@ async def test_garbage_made_on_any_thread_is_collected_on_the_loops(monkeypatch:
             await collecting
 
 
-async def test_what_outlived_young_collections_is_found_by_a_full_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(process, "GARBAGE_PERIOD_S", 0.01)
-    monkeypatch.setattr(process, "FULL_EVERY", 3)
+async def test_what_outlived_young_collections_is_found_by_a_full_one() -> None:
     threads: list[threading.Thread] = []
-    collecting = asyncio.get_running_loop().create_task(process.collect_forever())
+    collecting = asyncio.get_running_loop().create_task(process.collect_forever(0.01, full_every=3))
     await asyncio.sleep(0)
     try:
         old = Ring(threads)

@@ -12,8 +12,7 @@ import pytest
 
 from agent.model.effects import Event, EventKind, RecordEvent
 from agent.model.health import Reason
-from agent.sinks import eventlog
-from agent.sinks.eventlog import EventLog
+from agent.sinks.eventlog import MAX_QUEUED, EventLog
 from agent.threads import in_daemon_thread
 from agent.views import event_files
 from agent.views.event_files import FILES, append, read
@@ -212,13 +211,10 @@ async def test_a_write_that_broke_off_is_not_written_twice(
     assert numbers(path) == [1, 2]
 
 
-async def test_events_without_room_are_counted_and_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(eventlog, "MAX_QUEUED", 3)
+async def test_events_without_room_are_counted_and_reported(tmp_path: Path) -> None:
     directory = tmp_path / "missing"
     log = log_at(str(directory / "events.jsonl"))
-    for number in range(5):
+    for number in range(MAX_QUEUED + 2):
         log.record(entry(number))
     await log.flush(30)
     assert log.lost == 2
@@ -226,9 +222,9 @@ async def test_events_without_room_are_counted_and_reported(
     await log.flush(30)
     loss, *events = read(log.path)
     assert (loss["kind"], loss["fields"]) == ("loss", {"count": 2})
-    assert [event["number"] for event in events] == [0, 1, 2]
-    assert log.written + log.lost == 5
-    log.record(entry(5))
+    assert [event["number"] for event in events] == list(range(MAX_QUEUED))
+    assert log.written == MAX_QUEUED
+    log.record(entry(MAX_QUEUED + 2))
     await log.flush(30)
     assert [event["kind"] for event in read(log.path)].count("loss") == 1
 

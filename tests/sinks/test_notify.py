@@ -13,7 +13,6 @@ from agent.model.health import Health
 from agent.model.policy import SECOND_NS
 from agent.model.snapshot import DriverView, RegistrationPhase, Snapshot
 from agent.model.structs import replace
-from agent.sinks import notify
 from agent.sinks.notify import Notifier, status_line
 from tests.sinks.snapshots import devices, node, resource, snapshot
 
@@ -108,13 +107,12 @@ def test_the_watchdog_of_another_process_is_not_ours(notifier: MakeNotifier) -> 
 
 
 async def test_more_time_to_start_is_asked_for_until_the_driver_answers(
-    manager: socket.socket, notifier: MakeNotifier, monkeypatch: pytest.MonkeyPatch
+    manager: socket.socket, notifier: MakeNotifier
 ) -> None:
-    monkeypatch.setattr(notify, "EXTEND_EVERY_S", 0.001)
     sender = notifier()
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(sender.extend_start(), name="extension")
+        task = group.create_task(sender.extend_start(0.001), name="extension")
         assert await loop.sock_recv(manager, 64) == b"EXTEND_TIMEOUT_USEC=30000000"
         assert await loop.sock_recv(manager, 64) == b"EXTEND_TIMEOUT_USEC=30000000"
         task.cancel()

@@ -31,7 +31,9 @@ class TooMuchError(Exception):
 class FileTree:
     """Files below a root. Paths are absolute and as seen from the root."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, max_calls: int = MAX_CALLS, max_names: int = MAX_NAMES) -> None:
+        self._max_calls = max_calls
+        self._max_names = max_names
         self._root = root.rstrip("/")
         self._calls = 0
         self._links: dict[str, str | None] = {}
@@ -136,8 +138,8 @@ class FileTree:
         self._count_call()
         with suppress(OSError), os.scandir(self._root + directory) as entries:
             for number, entry in enumerate(entries):
-                if number >= MAX_NAMES:
-                    raise TooMuchError(f"{self._root}{directory} has over {MAX_NAMES} entries")
+                if number >= self._max_names:
+                    raise TooMuchError(f"{self._root}{directory} has over {self._max_names} entries")
                 if _is_clean(f"/{entry.name}"):
                     yield entry.name
 
@@ -159,8 +161,10 @@ class FileTree:
 
     def _count_call(self) -> None:
         self._calls += 1
-        if self._calls > MAX_CALLS:
-            raise TooMuchError(f"the search below {self._root or '/'} took over {MAX_CALLS} system calls")
+        if self._calls > self._max_calls:
+            raise TooMuchError(
+                f"the search below {self._root or '/'} took over {self._max_calls} system calls"
+            )
 
 
 def _is_clean(path: str) -> bool:

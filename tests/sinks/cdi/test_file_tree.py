@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from agent.sinks.cdi import file_tree
 from agent.sinks.cdi.file_tree import MAX_LINKS, FileTree, TooMuchError
 
 
@@ -80,17 +79,15 @@ def test_a_file_that_is_too_long_is_not_read(root: Path) -> None:
     assert FileTree(str(root)).read("/long", 11) == b"x" * 11
 
 
-def test_a_directory_with_too_many_entries_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_tree, "MAX_NAMES", 3)
+def test_a_directory_with_too_many_entries_is_an_error(root: Path) -> None:
     for number in range(4):
         (root / "usr/lib" / f"b{number}").touch()
     with pytest.raises(TooMuchError, match="usr/lib has over 3 entries"):
-        FileTree(str(root)).names("/usr/lib")
+        FileTree(str(root), max_names=3).names("/usr/lib")
 
 
-def test_a_search_that_takes_too_long_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_tree, "MAX_CALLS", 10)
-    tree = FileTree(str(root))
+def test_a_search_that_takes_too_long_is_an_error(root: Path) -> None:
+    tree = FileTree(str(root), max_calls=10)
     with pytest.raises(TooMuchError, match="over 10 system calls"):
         list(map(tree.resolve, (f"/usr/lib/{number}" for number in range(20))))
 

@@ -2,23 +2,21 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import grpc.aio
-import pytest
 
 from agent.model.facts import Registered, WatchersChanged
 from agent.model.policy import Injection, Policy
 from agent.model.structs import replace
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
-from agent.sinks.plugin import service as plugin_service
+from agent.sinks.plugin.service import BETWEEN_CALLS_NS
 from tests.sinks.plugin_process import Resolved
 from tests.sinks.raw_http2 import PATIENCE_S
 from tests.sinks.registrar import plugin, registrar
 from tests.sinks.servers import meanwhile, sink
 from tests.sinks.snapshots import node, uuid
-
-PAUSE_NS = 50_000_000
 
 PREFERRED = pb.PreferredAllocationRequest(
     container_requests=[
@@ -27,10 +25,7 @@ PREFERRED = pb.PreferredAllocationRequest(
 )
 
 
-async def test_a_drain_leaves_a_pod_the_time_for_its_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plugin_service, "BETWEEN_CALLS_NS", PAUSE_NS)
+async def test_a_drain_leaves_a_pod_the_time_for_its_next_call(tmp_path: Path) -> None:
     async with registrar(tmp_path), sink(tmp_path) as served:
         served.register()
         await served.wait_fact(Registered)
@@ -42,19 +37,22 @@ async def test_a_drain_leaves_a_pod_the_time_for_its_next_call(
             await stub.GetPreferredAllocation(PREFERRED)
             async with meanwhile(served.plugin.drain(PATIENCE_S)):
                 assert await stream.read() is grpc.aio.EOF
-            assert time.monotonic_ns() - asked_ns >= PAUSE_NS
+            assert time.monotonic_ns() - asked_ns >= BETWEEN_CALLS_NS
 
 
-async def test_pods_that_come_without_end_do_not_hold_a_drain_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plugin_service, "BETWEEN_CALLS_NS", 3_600_000_000_000)
+async def test_pods_that_come_without_end_do_not_hold_a_drain_up(tmp_path: Path) -> None:
     async with registrar(tmp_path), sink(tmp_path) as served:
         served.register()
         await served.wait_fact(Registered)
         async with plugin(served.socket) as stub, asyncio.timeout(PATIENCE_S):
-            await stub.GetPreferredAllocation(PREFERRED)
-            await served.plugin.drain(0.1)
+
+            async def ask_until_the_end() -> None:
+                with suppress(grpc.aio.AioRpcError):
+                    while True:
+                        await stub.GetPreferredAllocation(PREFERRED)
+
+            async with meanwhile(ask_until_the_end()):
+                await served.plugin.drain(0.3)
     assert not served.socket.exists()
 
 
@@ -69,10 +67,7 @@ class BeingWritten(Resolved):
         await self.written.wait()
 
 
-async def test_a_pod_that_waits_for_its_cdi_file_is_being_admitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plugin_service, "BETWEEN_CALLS_NS", PAUSE_NS)
+async def test_a_pod_that_waits_for_its_cdi_file_is_being_admitted(tmp_path: Path) -> None:
     specs = BeingWritten()
     state = replace(node(), policy=Policy(injection=Injection(strategies=("cdi-cri",))))
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=[uuid(0)])])
@@ -89,7 +84,7 @@ async def test_a_pod_that_waits_for_its_cdi_file_is_being_admitted(
                 ended = tasks.create_task(stream.read())
                 tasks.create_task(served.plugin.drain(PATIENCE_S))
                 # Twice the pause after which a drain would take it that no pod is being admitted.
-                await asyncio.wait({ended}, timeout=2 * PAUSE_NS / 1e9)
+                await asyncio.wait({ended}, timeout=2 * BETWEEN_CALLS_NS / 1e9)
                 assert not ended.done()
                 specs.written.set()
                 assert len((await allocating).container_responses) == 1

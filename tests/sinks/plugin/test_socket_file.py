@@ -10,6 +10,7 @@ import pytest
 
 from agent.model.ids import ResourceName
 from agent.sinks.plugin.socket_file import (
+    MAX_ENTRIES,
     MAX_PATH_BYTES,
     NotRegisteredError,
     clear_leftover,
@@ -80,13 +81,10 @@ def test_what_only_has_the_name_of_a_resources_socket_is_not_cleared(tmp_path: P
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_directory_of_any_size_is_searched_in_bounded_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agent.sinks.plugin.socket_file.MAX_ENTRIES", 2)
-    for number in range(4):
+def test_a_directory_of_any_size_is_searched_in_bounded_time(tmp_path: Path) -> None:
+    for number in range(MAX_ENTRIES + 2):
         abandoned_at(tmp_path / f"nvidia-mig-{number}g.5gb.sock")
-    assert len(clear_leftovers(tmp_path)) == 2
+    assert len(clear_leftovers(tmp_path)) == MAX_ENTRIES
 
 
 def test_without_a_directory_there_is_nothing_to_clear(tmp_path: Path) -> None:
