@@ -51,6 +51,7 @@ async def test_pods_that_come_without_end_do_not_hold_a_drain_up(tmp_path: Path)
                     while True:
                         await stub.GetPreferredAllocation(PREFERRED)
 
+            await stub.GetPreferredAllocation(PREFERRED)
             async with meanwhile(ask_until_the_end()):
                 await served.plugin.drain(0.3)
     assert not served.socket.exists()
