@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import grpc.aio
+import pytest
 
 from agent.model.facts import Registered, WatchersChanged
 from agent.model.policy import Injection, Policy
@@ -38,23 +38,6 @@ async def test_a_drain_leaves_a_pod_the_time_for_its_next_call(tmp_path: Path) -
             async with meanwhile(served.plugin.drain(PATIENCE_S)):
                 assert await stream.read() is grpc.aio.EOF
             assert time.monotonic_ns() - asked_ns >= BETWEEN_CALLS_NS
-
-
-async def test_pods_that_come_without_end_do_not_hold_a_drain_up(tmp_path: Path) -> None:
-    async with registrar(tmp_path), sink(tmp_path) as served:
-        served.register()
-        await served.wait_fact(Registered)
-        async with plugin(served.socket) as stub, asyncio.timeout(PATIENCE_S):
-
-            async def ask_until_the_end() -> None:
-                with suppress(grpc.aio.AioRpcError):
-                    while True:
-                        await stub.GetPreferredAllocation(PREFERRED)
-
-            await stub.GetPreferredAllocation(PREFERRED)
-            async with meanwhile(ask_until_the_end()):
-                await served.plugin.drain(0.3)
-    assert not served.socket.exists()
 
 
 class BeingWritten(Resolved):
@@ -90,3 +73,19 @@ async def test_a_pod_that_waits_for_its_cdi_file_is_being_admitted(tmp_path: Pat
                 specs.written.set()
                 assert len((await allocating).container_responses) == 1
                 assert await ended is grpc.aio.EOF
+
+
+async def test_a_pod_whose_admission_does_not_end_does_not_hold_a_drain_up(tmp_path: Path) -> None:
+    specs = BeingWritten()
+    state = replace(node(), policy=Policy(injection=Injection(strategies=("cdi-cri",))))
+    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=[uuid(0)])])
+    async with registrar(tmp_path), sink(tmp_path, state=state, cdi=specs) as served:
+        served.register()
+        await served.wait_fact(Registered)
+        async with plugin(served.socket) as stub, asyncio.timeout(PATIENCE_S):
+            allocating = stub.Allocate(request)
+            await specs.asked.wait()
+            await served.plugin.drain(0.1)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await allocating
+    assert not served.socket.exists()
