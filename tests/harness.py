@@ -254,8 +254,13 @@ def clean_environment() -> dict[str, str]:
 
 def flags_of(node: SimulatedNode, **flags: str) -> dict[str, str]:
     """Return the flags of an agent on a simulated node, with HTTP at a port of its own."""
-    given = {name.replace("_", "-"): value for name, value in flags.items()}
-    return node.directory.agent_flags() | {"http-listen": "127.0.0.1:0", "log-format": "json"} | given
+    usual = node.directory.agent_flags() | {"http-listen": "127.0.0.1:0", "log-format": "json"}
+    if not node.has_driver:
+        # The probe could see nothing, and loading it costs seconds of CPU time.
+        usual["probe-tier"] = "off"
+    elif OBJECT.exists():
+        usual["probe-loader"] = "core"  # and this one a fraction of that
+    return usual | {name.replace("_", "-"): value for name, value in flags.items()}
 
 
 @contextlib.asynccontextmanager
@@ -270,11 +275,6 @@ async def agent_process(
     """Run an agent with short periods; a flag's name has underscores, and one that is None is omitted."""
     asked = {name.replace("_", "-"): value for name, value in flags.items()}
     usual = flags_of(node) | {"http-listen": ""} | CASE_FLAGS
-    if not node.has_driver:
-        # It could see nothing, and loading it costs seconds of CPU time.
-        usual["probe-tier"] = "off"
-    elif OBJECT.exists():
-        usual["probe-loader"] = "core"  # and this one a fraction of that
     given = {name: value for name, value in (usual | asked).items() if value is not None}
     async with running(given, environment=environment, launcher=launcher) as agent:
         yield agent

@@ -55,7 +55,7 @@ async def readiness(agent: AgentProcess) -> str:
 
 
 async def test_an_agent_advertises_the_gpus_to_the_kubelet(node: SimulatedNode) -> None:
-    async with running(flags_of(node)) as agent:
+    async with running(flags_of(node, probe_tier="auto")) as agent:
         await agent.wait_registered()
         await wait_allocatable(node.kubelet, 4)
         document = await ask(agent, "/v1/devices")
@@ -184,7 +184,7 @@ async def test_an_unhealthy_gpu_stays_unhealthy_over_a_restart(node: SimulatedNo
 
 
 async def test_sigterm_exits_with_0_and_removes_the_sockets(node: SimulatedNode) -> None:
-    async with running(flags_of(node)) as agent:
+    async with running(flags_of(node, probe_tier="auto")) as agent:
         await agent.wait_line("Listening", listener="control")
         assert await agent.stop() == 0
         sockets = [path for path in node.directory.path.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
@@ -223,7 +223,7 @@ async def test_the_agent_exits_in_time_although_a_call_hangs_in_the_driver(node:
 
 
 async def test_a_second_signal_exits_at_once(node: SimulatedNode) -> None:
-    async with running(flags_of(node), prelude=NEVER_DRAINS) as agent:
+    async with running(flags_of(node, probe_tier="auto"), prelude=NEVER_DRAINS) as agent:
         await agent.wait_registered()
         agent.signal(signal.SIGTERM)
         await agent.wait_line("Stopping")
@@ -232,7 +232,7 @@ async def test_a_second_signal_exits_at_once(node: SimulatedNode) -> None:
 
 
 async def test_a_shutdown_that_hangs_is_cut_off(node: SimulatedNode) -> None:
-    async with running(flags_of(node), prelude=NEVER_DRAINS + IMPATIENT) as agent:
+    async with running(flags_of(node, probe_tier="auto"), prelude=NEVER_DRAINS + IMPATIENT) as agent:
         await agent.wait_registered()
         assert await agent.stop() == 1
         assert any(line.startswith("The agent did not stop within ") for line in agent.events)

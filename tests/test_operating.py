@@ -225,7 +225,7 @@ async def test_an_event_log_can_be_turned_off(node: SimulatedNode) -> None:
 
 
 async def test_every_source_and_sink_has_a_check_and_a_failing_one_is_named(node: SimulatedNode) -> None:
-    async with running(flags_of(node, kernel_log="/nonexistent/kmsg")) as agent:
+    async with running(flags_of(node, kernel_log="/nonexistent/kmsg", probe_tier="auto")) as agent:
         await wait_allocatable(node.kubelet, 4)
         await agent.wait_line("The task kernel-log could not go on", task="kernel-log")
         components = (await document_of(agent, "status"))["agent"]["parts"]
