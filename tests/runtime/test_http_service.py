@@ -106,7 +106,7 @@ def test_a_log_that_no_reader_drains_is_not_ready_after_a_while(
         bench.log.write(b"x" * 999 + b"\n")
     while bench.log.statistics().blocked_s < 0.1:
         time.sleep(0.001)
-    assert bench.answer("log") == "blocked for 0 s"
+    assert (bench.answer("log") or "").startswith("blocked for ")
 
 
 def test_a_source_is_checked_by_its_task_and_by_itself(bench: Bench) -> None:
