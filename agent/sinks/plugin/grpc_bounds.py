@@ -67,6 +67,8 @@ class Bounds(msgspec.Struct, frozen=True):
     """How long a connection may be open before its first request."""
     idle_s: float = 60.0
     """How long a connection may be open without a call after that."""
+    linger_s: float = 0.2
+    """How long a peer has to read what is already written to it when the server ends."""
     backlog: int = 128
     """Connections that may wait to be accepted."""
     accept_retry_s: float = 0.1

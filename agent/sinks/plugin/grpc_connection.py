@@ -166,7 +166,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self._h2 = _bounded_h2(self._bounds)
         self._h2.initiate_connection()
-        living = cast("asyncio.Transport", _LivingTransport(self._transport))
+        living = cast("asyncio.Transport", _LivingTransport(self._transport, self._bounds.linger_s))
         self.connection = Connection(self._h2, living, config=self.config)
         self.connection.flush()
         self.processor = EventsProcessor(self.handler, self.connection)
@@ -302,11 +302,13 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         self.abort()
 
     def close(self, error: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
-        """Send GOAWAY, cancel the calls and close once everything written is sent."""
+        """Send GOAWAY, cancel the calls and close once the peer closes, or after ``linger_s``."""
         if self._is_over:
             return
         self._is_over = True
         self._cancel_timers()
+        # To see that the peer closes; what it still sends is dropped.
+        self._transport.resume_reading()
         self._account(0)
         if not self.connection.is_closing():
             if self._h2.state_machine.state is not ConnectionState.CLOSED:
@@ -326,18 +328,34 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
 
 
 class _LivingTransport:
-    """A transport as grpclib uses it; what is written to it after its end is dropped without a word."""
+    """A transport as grpclib uses it; what is written to it after its end is dropped without a word.
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    It closes its own direction first, for a client that still writes would get an error for that and could
+    lose the answer that it has not read yet.
+    """
+
+    def __init__(self, transport: asyncio.Transport, linger_s: float) -> None:
         self._transport = transport
-        self.is_closing = transport.is_closing
-        self.close = transport.close
+        self._linger_s = linger_s
+        self._is_closed = False
         self.get_extra_info = transport.get_extra_info
+
+    def is_closing(self) -> bool:
+        """Return whether nothing is sent any more."""
+        return self._is_closed or self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
         """Send, unless the connection is over: asyncio would log each further try."""
-        if not self._transport.is_closing():
+        if not self.is_closing():
             self._transport.write(data)
+
+    def close(self) -> None:
+        """Send what was written and its end; close when the peer does, or after a time."""
+        if self.is_closing():
+            return
+        self._is_closed = True
+        self._transport.write_eof()
+        asyncio.get_running_loop().call_later(self._linger_s, self._transport.abort)
 
 
 class _H2(H2Connection):

@@ -9,7 +9,7 @@ Guarantees:
 
 1. Peers are root or the agent's own user (SO_PEERCRED), and at most Bounds.connections of them.
 2. Running out of file descriptors ends no open connection; accepting continues when there are some.
-3. ``drain`` ends within its grace plus 2 x FLUSH_S, whatever the peers do: calls that are running
+3. ``drain`` ends within its grace plus 2 x Bounds.linger_s, whatever the peers do: calls that are running
    are answered, then every connection gets GOAWAY and is closed.
 
 Sources: grpclib#21, grpclib#107, cpython#104344.
@@ -36,8 +36,6 @@ from agent.log import about
 from agent.sinks.plugin.grpc_bounds import PEER_LINES, REQUEST_S, Bounds, Load, limit_peer_lines
 from agent.sinks.plugin.grpc_connection import BoundedConnection, Calls
 
-FLUSH_S: Final = 0.2
-"""How long a peer has to read what is already written to it when the server ends."""
 SETTLE_TURNS: Final = 3
 """Turns of the loop after which a request that had arrived when draining began is a running call."""
 
@@ -220,7 +218,7 @@ class BoundedServer:
             await self._wait_calls(grace_s)
             calls |= self._running()
             self._end_connections()
-            async with asyncio.timeout(FLUSH_S):
+            async with asyncio.timeout(self._bounds.linger_s):
                 await self._empty.wait()
         except TimeoutError:
             pass
@@ -228,7 +226,7 @@ class BoundedServer:
             self.close_now()
             self._drained.set()
         if calls:
-            await asyncio.wait(calls, timeout=FLUSH_S)
+            await asyncio.wait(calls, timeout=self._bounds.linger_s)
 
     async def _wait_calls(self, grace_s: float) -> None:
         loop = asyncio.get_running_loop()

@@ -5,6 +5,7 @@ import gc
 import inspect
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -32,8 +33,10 @@ from agent.model.structs import replace
 from agent.sinks.plugin.grpc_bounds import PEER_LINES, Bounds, LineLimit, TokenBucket
 from agent.sinks.plugin.grpc_connection import BoundedConnection
 from agent.sinks.plugin.grpc_server import BoundedServer, receive_request
+from tests.sinks.attacks import PING
 from tests.sinks.raw_http2 import PATIENCE_S, RawClient, framed, raw_client
 from tests.sinks.servers import ECHO, FLOOD, HOLD, EchoService, meanwhile, serve
+from tests.sources.recorder import until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 NO_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -680,6 +683,24 @@ async def test_a_call_on_an_open_connection_is_answered_while_another_one_is_wai
             assert await unary(channel, ECHO)(b"late", timeout=PATIENCE_S) == b"late"
             service.release.set()
             assert await held == b"slow"
+
+
+async def test_a_client_that_writes_when_the_server_ends_reads_its_answer_all_the_same(path: Path) -> None:
+    """As gRPC's library does, which gives up a connection that it cannot write to."""
+    service = EchoService()
+    bounds = Bounds(linger_s=PATIENCE_S)
+    async with serve(path, service.methods(), bounds=bounds) as server, raw_client(path) as client:
+        stream_id = await client.request_with(lines(HOLD), framed(b"slow"))
+        await service.held.wait()
+        connection = client.writer.get_extra_info("socket")
+        ended = select.poll()
+        ended.register(connection, select.POLLRDHUP)
+        async with meanwhile(server.drain(PATIENCE_S)):
+            service.release.set()
+            await until(lambda: bool(ended.poll(0)))
+            os.write(connection.fileno(), PING)
+            assert await client.wait_message(stream_id) == b"slow"
+            await client.close()
 
 
 async def test_no_client_can_connect_once_a_drain_began(path: Path) -> None:
