@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import json
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from tests.harness import (
     accepted,
     agent_process,
     codes,
+    gpu_agent,
     simulated_node,
     uuids,
     wait_allocatable,
@@ -224,7 +226,7 @@ async def _play_row(
         node.nvml.clear_return("nvmlEventSetWait_v2")
         fault.unlink(missing_ok=True)
     await wait_allocatable(node.kubelet, (4 - target) * each if row.outcome == "one unhealthy" else 0)
-    await check_answers(row, agent, checks)
+    await check_answers(row, node, agent, checks)
 
 
 async def until_named(
@@ -248,7 +250,7 @@ async def until_named(
             await asyncio.sleep(ASK_S)
 
 
-async def check_answers(row: Row, agent: AgentProcess, checks: Checks) -> None:
+async def check_answers(row: Row, node: SimulatedNode, agent: AgentProcess, checks: Checks) -> None:
     """Check what /readyz, /preflight and ``gpu-agent status`` answer in the end."""
     if row.case.is_mute and row.how == "raises always":
         return
@@ -258,9 +260,10 @@ async def check_answers(row: Row, agent: AgentProcess, checks: Checks) -> None:
         await until(lambda: checks.failing == frozenset(), "/readyz is 200 again")
     if not row.asks_status:
         return
-    # This is what ``gpu-agent status -o json`` prints.
-    status, document = await agent.get("/debug/state")
-    assert status == 200
+    socket = node.directory.agent_flags()["control-socket"]
+    shown = await gpu_agent("status", "-o", "json", "--control-socket", socket)
+    assert shown.status == 0, shown.err
+    document = json.loads(shown.out)
     assert document["ready"] is False
     assert row.codes & codes(document)
 
