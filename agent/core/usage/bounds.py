@@ -14,9 +14,12 @@ class Bounds(msgspec.Struct, frozen=True):
     files: int = 65_536
     files_of_process: int = 16_384
     """A program with ten contexts on each of eight GPUs has sixteen hundred."""
+    registrations: int = 65_536
+    """Files that were registered with a control file."""
     quarantined: int = 4_096
     """Clients and objects."""
     quarantine_ns: int = 60_000_000_000
+    """How long a file without a holder, which may be in a message, keeps its clients and its registration."""
     step_rows: int = 128
     """Rows or clients between two pauses of a rebuild: about 2 ms."""
     step_changed: int = 64

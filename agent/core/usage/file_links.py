@@ -8,10 +8,9 @@ Source: open-gpu-kernel-modules, escape.c (NV_ESC_REGISTER_FD), nv.c (nvidia_clo
 from collections.abc import Container, Iterator
 from typing import Final, NamedTuple
 
-from agent.core.usage.bounds import BOUNDS
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.rows import Removed
 
-MAX_REGISTRATIONS: Final = 65_536
 HALF: Final = 0xFFFFFFFF
 
 
@@ -25,8 +24,8 @@ class Registration(NamedTuple):
 class Registrations:
     """Registrations by file."""
 
-    def __init__(self, room: int = MAX_REGISTRATIONS) -> None:
-        self._room = room
+    def __init__(self, bounds: Bounds = BOUNDS) -> None:
+        self._bounds: Final = bounds
         self._by_file: dict[int, Registration] = {}
         self._unheld: dict[int, int] = {}
         """Since when the file has no holder."""
@@ -42,7 +41,7 @@ class Registrations:
         """Add the registration of a file; the oldest is evicted where there is no room."""
         self._by_file.pop(file, None)
         self._by_file[file] = Registration(control, at_ns)
-        while len(self._by_file) > self._room:
+        while len(self._by_file) > self._bounds.registrations:
             del self._by_file[next(iter(self._by_file))]
 
     def remove(self, file: int, before_ns: int | None = None) -> Removed | None:
@@ -57,5 +56,5 @@ class Registrations:
         """Remove registrations of files that are not in ``files`` for too long; yield the stale rows."""
         self._unheld = {file: self._unheld.get(file, now_ns) for file in self._by_file if file not in files}
         for file, since_ns in tuple(self._unheld.items()):
-            if now_ns - since_ns >= BOUNDS.quarantine_ns and (removed := self.remove(file)) is not None:
+            if now_ns - since_ns >= self._bounds.quarantine_ns and (removed := self.remove(file)) is not None:
                 yield removed

@@ -60,7 +60,7 @@ class OpenFileTable:
         """Files that were there when events were lost."""
         self._open_times: Mapping[int, int] = {}
         """When files that are still open were opened, by the kernel's table after a loss of events."""
-        self._registrations = Registrations()
+        self._registrations = Registrations(self._bounds)
         self._closed_in_scan: set[tuple[Process, int]] | None = None
         """The files closed since the current scan began, each with the process that closed it."""
 
@@ -363,7 +363,7 @@ class OpenFileTable:
 
     def set_registrations(self, registered: Iterable[tuple[int, int, int]]) -> None:
         """Replace all registrations: file, nvidiactl, time."""
-        self._registrations = Registrations()
+        self._registrations = Registrations(self._bounds)
         for name, file in tuple(self.files.items()):
             self._unlink_control(name, file)
         for each in registered:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.core.usage.bounds import BOUNDS
+from agent.core.usage.bounds import BOUNDS, Bounds
 from agent.core.usage.file_links import Registrations
 from agent.core.usage.rows import Removed
 from agent.core.usage.scan_pace import ScanPace
@@ -68,7 +68,7 @@ def test_the_table_of_requesters_is_bounded() -> None:
 
 
 def test_registrations_beyond_the_room_evict_the_oldest() -> None:
-    kept = Registrations(room=2)
+    kept = Registrations(Bounds(registrations=2))
     for file in (1, 2, 3):
         kept.add(file, 9, at_ns=file)
     assert [kept.get(file) is None for file in (1, 2, 3)] == [True, False, False]
