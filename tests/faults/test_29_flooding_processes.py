@@ -67,7 +67,7 @@ FLOODS = {
     "open and close": "os.close(os.open(sys.argv[1], os.O_RDWR))",
     "allocate and free": "alloc(fd, 3, CONTEXT, client=7); free(fd, 3, client=7)",
 }
-FLOOD = OPENED + "wait()\nwhile True:\n    for _ in range(int(sys.argv[2])): {0}\n    print(flush=True)\n"
+FLOOD = OPENED + "wait()\nwhile True:\n    for _ in range(int(sys.argv[2])): {0}\n    wait()\n"
 
 
 @pytest.fixture
@@ -98,22 +98,17 @@ def call(gpu: Path) -> Iterator[Callable[..., Any]]:
 class Flood:
     """A caller that goes on until the context ends, with how often it did what."""
 
-    def __init__(self, caller: Caller, loops: int) -> None:
+    def __init__(self, caller: Caller) -> None:
         self.pid = caller.pid
         self.loops = 0
-        self._loops_at_once = loops
         self._caller = caller
         self._is_over = False
 
     async def run(self) -> None:
         """Count its loops."""
-        stdin = self._caller.process.stdin
-        assert stdin is not None
-        stdin.write("\n")
-        stdin.flush()
         while not self._is_over:
-            await blocking(self._caller.run)
-            self.loops += self._loops_at_once
+            await blocking(self._caller.resume)
+            self.loops += LOOPS
 
     def stop(self) -> None:
         """Let it end."""
@@ -121,8 +116,8 @@ class Flood:
 
 
 @asynccontextmanager
-async def flooding(call: Callable[..., Any], what: str, loops: int = LOOPS) -> Any:
-    flood = Flood(await call(FLOOD.format(FLOODS[what]), loops), loops)
+async def flooding(call: Callable[..., Any], what: str) -> Any:
+    flood = Flood(await call(FLOOD.format(FLOODS[what]), LOOPS))
     running = asyncio.get_running_loop().create_task(flood.run())
     await until(lambda: flood.loops > 0)
     yield flood
@@ -205,7 +200,7 @@ async def test_a_leak_beside_many_floods_is_found_as_without_them(
     async with watched(SETTINGS) as watching, AsyncExitStack() as stack:
         _, quiet_s = await leak_is_found(watching, call)
         memory_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        floods = [await stack.enter_async_context(flooding(call, what, LOOPS // 8)) for _ in range(MANY)]
+        floods = [await stack.enter_async_context(flooding(call, what)) for _ in range(MANY)]
         loops = sum(flood.loops for flood in floods)
         usage, flooded_s = await leak_is_found(watching, call)
         (orphan,) = [each for each in usage.orphans if each.contexts == CONTEXTS][-1:]
