@@ -20,7 +20,7 @@ help:
 	@echo 'make test-system  a booted Debian 12 and 13, as root, minutes: unit, install, demo, container runtimes'
 	@echo 'make check    linters, types, architecture, generated code'
 	@echo 'make bench    the promised figures, beside their targets (ARGS=--json)'
-	@echo 'make mutants  mutation score of agent/core (minutes)'
+	@echo 'make mutants  mutation score of agent/core (hours; ARGS=PATTERN of mutants)'
 	@echo 'make bpf      the precompiled eBPF probe (needs clang and libbpf-dev)'
 	@echo 'make wheel    dist/*.whl: for nodes, with the precompiled probe in it, and the simulated node'
 	@echo 'make gen      generate code from proto/'

@@ -93,14 +93,6 @@ class NamesAsGiven:
         report.nodeid = report.nodeid.partition(IN_ONE_PROCESS)[0]
 
 
-def use_for_temporary_files(directory: str | None, of_children: str) -> None:
-    """Set where this process and its children make temporary files; empty: nothing is set."""
-    tempfile.tempdir = directory
-    os.environ["TMPDIR"] = of_children
-    if not of_children:
-        del os.environ["TMPDIR"]
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Distribute parallel tests by group, and put their directories below a short path."""
@@ -108,11 +100,11 @@ def pytest_configure(config: pytest.Config) -> None:
         base = Path(tempfile.gettempdir())
         stack = ExitStack()
         config.add_cleanup(stack.close)
-        # mutmut runs pytest more than once in a process.
-        stack.callback(use_for_temporary_files, tempfile.tempdir, os.environ.get("TMPDIR", ""))
         run = stack.enter_context(held(base if len(str(base)) <= MAX_BASE_BYTES else Path("/tmp"), "gpu-"))
-        # For this process, its parallel workers and all their children.
-        use_for_temporary_files(str(run), str(run))
+        # For this process, its parallel workers and all their children; mutmut runs pytest more than once.
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("TMPDIR", str(run))
+        patch.setattr(tempfile, "tempdir", str(run))
         config.option.basetemp = config.option.basetemp or run / "t"
     if config.getoption("dist", "no") == "load":
         config.option.dist = "loadgroup"

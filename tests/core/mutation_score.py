@@ -48,6 +48,9 @@ def main() -> int:
         shutil.rmtree(COPY, ignore_errors=True)
     if not options.report:
         copy()
+    if not COPY.exists():
+        sys.stderr.write("there are no results of an earlier run; run it without --report\n")
+        return 2
     os.chdir(COPY)
     if not options.report and run_mutmut(options.mutants) != 0:
         sys.stderr.write("mutmut did not run to its end; the reason is above\n")
@@ -59,16 +62,24 @@ def copy() -> None:
     """Make the copy, or bring it up to date; a file that is the same keeps its time."""
     COPY.mkdir(exist_ok=True)
     for name in COPIED:
-        for path in (ROOT / name).rglob("*") if (ROOT / name).is_dir() else (ROOT / name,):
+        for stale in files_of(COPY / name):
+            if not (ROOT / stale.relative_to(COPY)).exists():
+                stale.unlink()
+                (COPY / "mutants" / stale.relative_to(COPY)).unlink(missing_ok=True)
+        for path in files_of(ROOT / name):
             target = COPY / path.relative_to(ROOT)
-            if "__pycache__" in path.parts or path.is_dir():
-                continue
             content = path.read_bytes()
             if path.suffix == ".py" and path.is_relative_to(ROOT / "agent/core"):
                 content = undecorated(content.decode()).encode()
             if not target.exists() or target.read_bytes() != content:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files below a directory, or the file itself."""
+    found = path.rglob("*") if path.is_dir() else [path]
+    return [each for each in found if each.is_file() and "__pycache__" not in each.parts]
 
 
 def undecorated(source: str) -> str:
