@@ -93,11 +93,9 @@ async def test_a_kubelet_that_cannot_count_is_waited_for_with_one_line(
         async with EmulatedKubelet(
             directory / "dp", directory / "pr", version=version or (1, 36), present=present
         ) as kubelet:
-            calls = []
             latest = Latest(registered())
             async with asking(recorder, directory / "pr" / "kubelet.sock", latest) as proofs:
                 await until(lambda: "which devices it has" in caplog.text)
-                calls.append(len(caplog.records))
                 assert not proofs.expected()
                 if not present:
                     await kubelet.start()

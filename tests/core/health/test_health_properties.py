@@ -246,8 +246,8 @@ def mend(node: Node) -> None:
 def comes_back_to_the_probe(node: Node, read: tuple[Fact, ...]) -> None:
     """Everything but what needs a reboot or a person ends after exactly the probes and the time it takes."""
     policy = node.state.policy
-    run_forever = {Recovery.REBOOT, Recovery.BY_HAND}
-    out = {item.placement.gpu for item in node.conditions() if item.flips and item.recovery in run_forever}
+    for_ever = {Recovery.REBOOT, Recovery.BY_HAND}
+    out = {item.placement.gpu for item in node.conditions() if item.flips and item.recovery in for_ever}
     assert node.unhealthy() == {U0, U1}
     first_ns = node.now_ns
     for _ in range(policy.recovery_clean_probes - 1):
@@ -267,7 +267,7 @@ def comes_back_to_the_probe(node: Node, read: tuple[Fact, ...]) -> None:
         node.until(first_ns + policy.recovery_quiet_ns)
         node.apply(Tick())
     assert {device.placement.gpu for device in node.devices() if device.health is Health.UNHEALTHY} == out
-    assert all(item.recovery in run_forever for item in node.conditions())
+    assert all(item.recovery in for_ever for item in node.conditions())
 
 
 @given(HISTORIES, POLICIES, st.sampled_from([ALL_HEALTHY, NOTHING_READ]))

@@ -214,7 +214,7 @@ def test_a_mended_node_comes_back_and_not_one_probe_or_nanosecond_sooner(
             node.until(node.now_ns + between_ns)
         node.apply(passed(U0), passed(U1))
     healthy_at_ns = max(node.now_ns, first_clean_ns + quiet_ns)
-    run_forever = {
+    for_ever = {
         item.placement.gpu
         for item in node.conditions()
         if item.recovery in {Recovery.REBOOT, Recovery.BY_HAND}
@@ -225,7 +225,7 @@ def test_a_mended_node_comes_back_and_not_one_probe_or_nanosecond_sooner(
         assert node.unhealthy() == {U0, U1}
         node.until(healthy_at_ns)
         node.apply(Tick())
-    assert node.unhealthy() == run_forever
+    assert node.unhealthy() == for_ever
 
 
 # Over a restart

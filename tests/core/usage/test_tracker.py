@@ -786,9 +786,12 @@ def test_the_process_with_the_oldest_event_is_evicted() -> None:
 
 
 def test_an_evicted_process_leaves_no_orphan() -> None:
-    rig = Rig(bounds=Bounds(processes=1))
+    rig = Rig(bounds=Bounds(processes=2))
     parent, _child = forked(rig)
+    rig.update()
+    rig.job(200)
     rig.tracker.handle_events(rig.world.drain())
+    assert rig.tracker.usage_snapshot(0).evicted > 0
     rig.tracker.handle_process_gone(parent.key, rig.world.now_ns)
     assert rig.tracker.usage_snapshot(0).orphans == ()
     assert rig.tracker.pop_removed() == []

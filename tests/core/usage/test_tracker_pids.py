@@ -244,9 +244,9 @@ def test_a_file_that_none_of_its_holders_has_after_a_loss_may_be_another() -> No
 
 def test_an_event_of_a_client_makes_it_certain_again() -> None:
     rig, last = handed_on_while_events_were_lost()
+    early_ns = rig.world.now_ns - 1  # just before the rebuild
     rig.update()
     client = next(iter(rig.world.clients))
-    early_ns = 1
     rig.world.alloc(last, client, client, DEVICE, 0)
     (event,) = rig.world.drain()
     rig.tracker.handle_events([event._replace(at_ns=early_ns)])

@@ -304,17 +304,18 @@ def test_losses_add_up() -> None:
 
 
 def test_evicted_files_count_with_their_clients() -> None:
-    rig = Rig(bounds=Bounds(files=16))
+    rig = Rig(bounds=Bounds(files=24))
     task, control = rig.job(200, contexts=1)
     for _ in range(20):
         rig.world.open(task, gpu_file(0))
     rig.job(100, contexts=1)
+    assert rig.update().complete
+    rig.world.open(task, gpu_file(0))
     rig.tracker.handle_events(rig.world.drain())
-    rig.read_statuses()
     usage = rig.tracker.usage_snapshot(0)
-    # Ten of 24 files, and the client of six objects in the first of them.
-    assert usage.evicted == 10 + 6
-    assert [use.files for use in usage.processes] == [2, 12]
+    # Four of 25 files, and the client of six objects in the first of them.
+    assert usage.evicted == 4 + 6
+    assert [use.files for use in usage.processes] == [2, 19]
     assert hold_of(usage, 200).contexts == 0
     assert [use.partial for use in usage.processes] == [False, True]
     assert rig.tracker.pop_removed() == []
@@ -322,12 +323,13 @@ def test_evicted_files_count_with_their_clients() -> None:
 
 
 def test_a_process_that_loses_files_is_partial_though_they_have_no_clients() -> None:
-    rig = Rig(bounds=Bounds(files=16))
+    rig = Rig(bounds=Bounds(files=20))
     task = rig.world.spawn(200)
     for _ in range(20):
         rig.world.open(task, gpu_file(0))
+    assert rig.update().complete
+    rig.world.open(task, gpu_file(0))
     rig.tracker.handle_events(rig.world.drain())
-    rig.read_statuses()
     (use,) = rig.tracker.usage_snapshot(0).processes
     assert use.partial
 
