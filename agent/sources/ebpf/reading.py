@@ -74,8 +74,8 @@ class StaleRows(NamedTuple):
 def forget(probe: Probe, stale: StaleRows, max_ended: int) -> bool:
     """Delete stale rows, of so many exited processes at most; return whether there are more.
 
-    Blocks for 70 ms at most, with a full table. The row of a process that
-    exited before the kernel recorded it does not show the exit.
+    Blocks for 70 ms at most, with a full table. The row of a process that exited before the kernel recorded
+    it does not show the exit.
     """
     probe.forget_objects(stale.objects)
     ended: list[tuple[int, int]] = [*stale.processes]

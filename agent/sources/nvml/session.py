@@ -39,7 +39,6 @@ from agent.sources.nvml.gpu_watcher import (
 from agent.sources.nvml.hotplug import BindEvents
 from agent.sources.nvml.inventory import GpuGoneError, ProbeResult, control_nodes, discover_gpu, probe_gpu
 from agent.sources.nvml.library import EVENT_WAIT, Nvml, Versions
-from agent.sources.nvml.listing import Found
 from agent.sources.nvml.mig_minors import with_minors
 from agent.sources.nvml.probing import MIN_GAP_NS, Doubts, driver_failure
 from agent.sources.nvml.publisher import EventPublisher
@@ -340,10 +339,10 @@ class Session:
         seen = result.discovered
         others = (each.watched for each in self._watchers if each is not watcher)
         found = listing.found(watcher.watched, others, seen.gpu.uuid, seen.gpu.index)
-        if found is Found.TWICE:
+        if found is listing.Found.TWICE:
             self._handle_gpu_gone(watcher)
             return
-        if found is Found.MOVED:
+        if found is listing.Found.MOVED:
             self._request_reconcile()
         if watcher.discovered is None and seen.numa_problem is not None:
             self._publisher.warn_numa_node(seen.gpu, seen.numa_problem)
